@@ -18,7 +18,7 @@ from rich.text import Text
 from mxfp8_graph.files import check_output, output
 from mxfp8_graph.naming import printable
 from mxfp8_graph.report import html
-from mxfp8_graph.report.section import Section, plain_text, render
+from mxfp8_graph.report.section import Section, Tile, plain_text, render
 from mxfp8_ops.errors import Mxfp8Error
 
 
@@ -62,6 +62,18 @@ class Report(Data, ABC):
         """
         return ""
 
+    def verdict(self) -> str:
+        """Returns the color of the answer on the page: "good", "warning", "bad", or "" for none."""
+        return ""
+
+    def tiles(self) -> Iterable[Tile]:
+        """Returns the main numbers for the top of the page: size, speed, error, as far as they are known."""
+        return ()
+
+    def command(self) -> str:
+        """Returns the next command, which the page shows to copy; "" without one."""
+        return ""
+
     @abstractmethod
     def sections(self) -> Iterable[Section]:
         """Yields the sections of the page, the most important first; a terminal shows them in reverse."""
@@ -86,7 +98,14 @@ class Report(Data, ABC):
     def to_html(self) -> str:
         """Returns one self-contained page: it fetches nothing, and shows everything without its script."""
         files = (getattr(self, name) for name in self.FILES)
-        return html.page(self._title(), self.answer(), self.sections(), filter(None, files))
+        head = html.Head(
+            title=self._title(),
+            answer=self.answer(),
+            verdict=self.verdict(),
+            tiles=[*self.tiles()],
+            command=self.command(),
+        )
+        return html.page(head, self.sections(), filter(None, files))
 
     def to_json(self) -> str:
         """Returns `to_dict` as JSON."""

@@ -1,7 +1,7 @@
-"""The sections of a report: tables, facts and texts to copy; and their form on a terminal. `html.py` makes a page.
+"""The parts of a report: tiles, tables, facts, texts to copy and pictures; and their form on a terminal.
 
-A result lists its sections with the most important one first. A page shows them in this order. A terminal shows them in
-reverse, because its last lines are in view.
+A result lists its sections with the most important one first. A page (`html.py`) shows them in this order. A terminal
+shows them in reverse, because its last lines are in view.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -35,8 +35,39 @@ STYLES: Final = {
 
 WIDTH: Final = 100
 """Width in columns of a text that goes to a file or a pipe."""
-_LEAST, _SHORT = 9, 20
-"""Least width of a title or cell that folds; greatest width of a cell that does not fold."""
+_LEAST, _SHORT, _WORD = 9, 20, 44
+"""Least width of a title that folds; greatest width of a cell that does not fold, and of a word that stays whole."""
+
+
+class Picture(Protocol):
+    """A picture on a page."""
+
+    def svg(self) -> str:
+        """Returns it as SVG; the style in `html.py` has its colors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A number at the top of a page: size, speed or error."""
+
+    label: str
+    value: str
+    before: str = ""
+    """The number of the original."""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scatter:
+    """A chart of a table: a point with a name for each row that has both numbers, and the Pareto line."""
+
+    across: str
+    up: str
+    """Titles of two columns. Less is better."""
+    higher_is_better: bool = False
+    """Whether more is better in column `up`."""
+    reference: str = ""
+    """Name of the row of the original."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +75,12 @@ class Section:
     """A table, facts or a text; empty parts are left out.
 
     A comparison: `Section(columns=(("recipe", "relative L2", "ms"), rows), bar="relative L2",
-    scatter=("ms", "relative L2"), best=2)`, where a row is `("mxint8", number(.0041), number(1.5))`. Cells "met" and
-    "missed" are green and red, see `STYLES`.
+    scatter=Scatter(across="ms", up="relative L2"), best=2)`, where a row is `("mxint8", number(.0041), number(1.5))`.
+    Cells "met" and "missed" are green and red, see `STYLES`.
     """
 
     title: str = ""
-    """Heading on a page; a terminal shows it only above a text."""
+    """Heading."""
     facts: Sequence[tuple[str, str]] = ()
     """(label, value) pairs."""
     text: str = ""
@@ -60,12 +91,15 @@ class Section:
     """The recommended row of `columns`: it comes first, in bold."""
     bar: str = ""
     """Title of a column whose cells have bars on a page."""
-    scatter: tuple[str, str] | None = None
-    """Titles of two columns, across and up: a page draws a point with a name for each row that has both numbers."""
+    scatter: Scatter | None = None
+    """Chart of `columns` on a page."""
+    picture: Picture | None = None
     most: int | None = None
     """Number of rows that a terminal shows without --verbose; None shows all."""
     detail: bool = False
-    """Whether a terminal shows the section only with --verbose."""
+    """Whether a terminal shows the section only with --verbose, and a page folds it."""
+    folded: bool = False
+    """Whether a page folds it, though a terminal shows it."""
 
     @property
     def rows(self) -> list[tuple[Cell, ...]]:
@@ -90,6 +124,13 @@ def cell_text(cell: Cell) -> str:
     return cell if isinstance(cell, str) else cell[0]
 
 
+def change(before: float, after: float, *, faster: bool = False) -> str:
+    """Returns the ratio of two sizes, or with `faster` of two times, in words; "" if there is none."""
+    if not (before > 0 and after > 0):
+        return ""
+    return f"{before / after:.2f} times as fast" if faster else f"{after / before:.0%} of the size"
+
+
 def shape_text(shape: Sequence[int]) -> str:
     """Returns the shape of an array as text: 2 x 16."""
     return " x ".join(map(str, shape)) or "scalar"
@@ -106,6 +147,9 @@ def render(sections: Iterable[Section], answer: str, *, every: bool) -> Group:
     parts: list[RenderableType] = []
     for section in reversed([section for section in sections if every or not section.detail]):
         shown = section.rows if every else section.rows[: section.most]
+        if section.title and (shown or section.facts):
+            parts += [""] * bool(parts and parts[-1] != "")
+            parts.append(Text(printable(section.title), "bold underline"))
         if shown:
             parts.append(table(section.columns[0], shown, best=section.best is not None))
             if others := len(section.rows) - len(shown):
@@ -158,7 +202,8 @@ def _column(title: str, cells: Sequence[Cell]) -> Column:
     """Returns a column without its cells. Short cells never fold, and titles fold between words."""
     title, numbers = printable(title), any(isinstance(cell, tuple) for cell in cells)
     widest = max(cell_len(printable(cell_text(cell))) for cell in cells)
-    least = max(min(widest, _LEAST), min(len(title), _LEAST), *map(len, title.split()), 0)
+    words = (cell_len(word) for cell in cells for word in printable(cell_text(cell)).split())
+    least = max(min(max(words, default=0), _WORD), min(len(title), _LEAST), *map(len, title.split()), 0)
     # Columns of names and reasons get the room that is left.
     width = max(widest, least) if widest <= _SHORT else None
     return Column(Text(title), justify="right" if numbers else "left", overflow="fold", width=width, min_width=least)

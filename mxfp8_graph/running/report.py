@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Columns, Section, filled, number, shape_text
+from mxfp8_graph.report.section import Columns, Section, Tile, filled, number, shape_text
 from mxfp8_graph.running.compare import Difference
 from mxfp8_graph.running.node_check import NodeCheck
 
@@ -121,6 +123,26 @@ class VerifyReport(Measurement):
         error, limit, name = max(judged)
         agree = f"{len(self.nodes)} kernels agree with their nodes, and " if self.nodes else ""
         return f"Passed: {agree}the relative L2 of {name} is {error:.3g}, limit {limit:g}."
+
+    def verdict(self) -> str:
+        """Returns "good" if it passed, "bad" if something failed, else "warning"."""
+        return "good" if self.passed else "bad" if self.failures else "warning"
+
+    def command(self) -> str:
+        """Returns the command that times the result, if it is a file."""
+        return f"mxfp8-graph run {shlex.quote(self.rewritten)} --profile" if Path(self.rewritten).suffix else ""
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yields the error, the cosine and the kernels."""
+        if self.outputs:
+            limits = [output.limit for output in self.outputs if output.limit is not None]
+            note = f"relative L2, limit {limits[0]:g}" if limits else "relative L2"
+            yield Tile(label="error", value=f"{self.worst_relative_l2:.3g}", note=note)
+            cosine = min(output.rewritten.cosine for output in self.outputs)
+            yield Tile(label="cosine", value=f"{cosine:.5f}", note="of the worst output")
+        if self.nodes:
+            agree = sum(node.passed for node in self.nodes)
+            yield Tile(label="kernels", value=f"{agree} of {len(self.nodes)}", note="agree with their nodes")
 
     @property
     def worst_relative_l2(self) -> float:

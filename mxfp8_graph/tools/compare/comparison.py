@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
+
+import yaml
 
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report.base import Data
-from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled, number
+from mxfp8_graph.report.section import Cell, Columns, Scatter, Section, Tile, byte_size, change, filled, number
 from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.metrics import Metric, Score
 
@@ -57,6 +61,11 @@ class Row(Data):
     """The reason why the recipe has no result."""
 
     @property
+    def is_preset(self) -> bool:
+        """Whether the recipe is a preset without other settings, which `rewrite --recipe` takes by name."""
+        return self.name in presets.PRESETS and yaml.safe_load(self.recipe).get("name") == self.name
+
+    @property
     def numbers(self) -> tuple[float, float, float]:
         """Size in MB, mean error at the outputs by the first metric, latency in ms; NaN for an unknown number."""
         error = self.scores[0].metric.shown(self.scores[0].mean) if self.scores else math.nan
@@ -91,35 +100,48 @@ class Comparison(Measurement):
             *((f"{row.name}:", row.problem) for row in self.rows if row.problem),
         ]
 
-    def table(self) -> Columns:
-        """Returns (header, a row per recipe), without columns that are empty."""
+    def table(self, *, emulated: bool = False) -> Columns:
+        """Returns (header, a row per recipe or emulated format), the best first, without columns that are empty."""
         several = len(self.sample_names) > 1
         scores = [m.shown_title for m in self.metrics]
         header = [part for s in scores for part in ((f"{s}: mean", "worst") if several else (s,))]
-        ends = ("weight SQNR, dB", "model", "latency, ms", "matmuls")
-        return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
+        rows = [row for row in self.rows if row.emulated == emulated]
+        choice = self.recommendation()
+        rows.sort(key=lambda row: (row is not choice, row is not self.rows[0], self._badness(row)))
+        titles = ("recipe", "size", "latency, ms", *header, "weight SQNR, dB", "matmuls")
+        return filled(titles, [self._cells(row, several=several) for row in rows])
+
+    def _badness(self, row: Row) -> float:
+        """Returns the mean error, infinite for a row without one."""
+        return row.scores[0].metric.badness(row.scores[0].mean) if row.scores else math.inf
 
     def _cells(self, row: Row, *, several: bool) -> tuple[Cell, ...]:
         values = [(score.metric, value) for score in row.scores for value in (score.mean, score.worst)[: 1 + several]]
         scores = ["NaN or Inf" if math.isnan(value) else number(m.shown(value), ".3g") for m, value in values]
+        if row is self.rows[0]:
+            best = [(metric, metric.best) for metric in self.metrics for _ in range(1 + several)]
+            scores = [number(value if value is None else m.shown(value), ".3g") for m, value in best]
         return (
             row.name,
-            "emulated" if row.emulated else "real",
-            *(scores or [""] * (1 + several) * len(self.metrics)),
-            number(row.weight_sqnr, ".2f"),
             byte_size(row.byte_size),
             number(row.seconds and row.seconds * 1e3, ".2f"),
+            *(scores or [""] * (1 + several) * len(self.metrics)),
+            number(row.weight_sqnr, ".2f"),
             # A column with one number says nothing, and `filled` drops it.
             "" if len({row.sites for row in self.rows if row.sites}) == 1 else number(row.sites, "d"),
         )
 
     def sections(self) -> Iterator[Section]:
-        """Yields the table of recipes, the facts, the words, and the recommended recipe."""
+        """Yields the recipes, the facts, the emulated formats, the words, and the recommended recipe."""
         errors = f"{self.metrics[0].shown_title}{': mean' * (len(self.sample_names) > 1)}"
         choice = self.recommendation()
-        best = self.rows.index(choice) if choice else None
-        yield Section(title="Recipes", columns=self.table(), best=best, bar=errors, scatter=("latency, ms", errors))
+        # Tables show a cosine as 1-cosine, which is better where it is less.
+        chart = Scatter(across="latency, ms", up=errors, higher_is_better=self._sign < 0, reference=self.rows[0].name)
+        columns = self.table()
+        yield Section(title="Recipes", columns=columns, best=0 if choice else None, bar=errors, scatter=chart)
         yield Section(facts=self.facts())
+        columns = self.table(emulated=True)
+        yield Section(title="Formats of other tools, emulated", columns=columns, bar=errors, folded=True)
         explained = [(row.name, row.what) for row in self.rows if row.what]
         yield Section(title="What the words mean", facts=[*explained, *LEGEND], detail=True)
         if choice:
@@ -135,6 +157,28 @@ class Comparison(Measurement):
         usual = [row for row in real if row.name == presets.DEFAULT] or real
         good = [row for row in real if not self._worse(row, usual[0])]
         return min(good, key=lambda row: self._sign * row.numbers[1], default=None)
+
+    def verdict(self) -> str:
+        """Returns "good" if the recommended recipe is faster than the original, "bad" if there is none."""
+        choice, before = self.recommendation(), self.rows[0].seconds
+        return "bad" if choice is None else "good" if (choice.seconds or 0) <= (before or 0) else "warning"
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yields size, speed and error of the recommended recipe."""
+        if choice := self.recommendation():
+            (size, error, ms), (old_size, _, old_ms) = choice.numbers, self.rows[0].numbers
+            note = change(old_size, size)
+            yield Tile(label="size", value=f"{size:.3g} MB", before=f"{old_size:.3g} MB", note=note)
+            note = change(old_ms, ms, faster=True)
+            yield Tile(label="speed", value=f"{ms:.3g} ms", before=f"{old_ms:.3g} ms", note=note)
+            yield Tile(label="error", value=f"{error:.3g}", note=f"{self.metrics[0].shown_title}, of {choice.name}")
+
+    def command(self) -> str:
+        """Returns the command that rewrites with the recommended recipe, if it is a preset and the model a file."""
+        choice, path = self.recommendation(), Path(self.model)
+        if choice is None or not path.suffix or not choice.is_preset:
+            return ""
+        return f"mxfp8-graph rewrite {shlex.quote(str(path))} --recipe {choice.name}"
 
     def answer(self) -> str:
         """Returns a sentence with the recommended recipe, and its numbers beside the original's."""

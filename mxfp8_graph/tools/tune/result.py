@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.base import Data
-from mxfp8_graph.report.section import Columns, Section, byte_size, filled, number
+from mxfp8_graph.report.section import Columns, Scatter, Section, Tile, byte_size, change, filled, number
 from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.metrics import Score
 from mxfp8_graph.tools.tune.budget import Budget
 from mxfp8_graph.tools.tune.plans import Plan
 from mxfp8_ops.errors import Mxfp8Error
+
+ORIGINAL: Final = "original"
+"""Name of the row of the original."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +110,35 @@ class Tuning(Measurement):
         where = f"{self.output}/recipe.yaml" if self.output else "the recipe"
         return f"Take {where} ({self.chosen.what}): {self.reached} meets {bounds}, {ratio:.2f} times smaller{fast}."
 
+    def verdict(self) -> str:
+        """Returns "good" if a plan meets the budgets, "warning" if it is slower than the original, else "bad"."""
+        return "bad" if not self.chosen.met else "warning" if self.chosen.seconds and self.chosen.speed < 1 else "good"
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yields size, speed and the metrics of the budgets."""
+        before, after = self.bytes_before, self.chosen.byte_size
+        yield Tile(label="size", value=size(after), before=size(before), note=change(before, after))
+        if self.chosen.seconds:
+            ms, old = (f"{seconds * 1e3:.3g} ms" for seconds in self.chosen.seconds)
+            note = change(self.chosen.seconds[1], self.chosen.seconds[0], faster=True)
+            yield Tile(label="speed", value=ms, before=old, note=note)
+        for budget in self.budgets:
+            value = budget.value(self.chosen.scores[budget.metric.name])
+            yield Tile(label="error", value=f"{value:.5g}", note=f"{budget.title}, budget {budget}")
+
+    def command(self) -> str:
+        """Returns the command that rewrites with the chosen recipe, if that was written."""
+        if not self.output or not self.chosen.met:
+            return ""
+        recipe = shlex.quote(str(Path(self.output) / "recipe.yaml"))
+        return f"mxfp8-graph rewrite {shlex.quote(self.source)} --recipe {recipe}"
+
     def sections(self) -> Iterator[Section]:
         """Yields the plans, the facts and the recipe."""
-        scatter = ("latency, ms", "mean relative L2")
+        scatter = Scatter(across="latency, ms", up="mean relative L2", reference=ORIGINAL)
         yield Section(facts=self.facts())
         best = self.steps.index(self.chosen)
-        yield Section(title="Plans", columns=self.table(), best=best, scatter=scatter, bar=scatter[1])
+        yield Section(title="Plans", columns=self.table(), best=best, scatter=scatter, bar=scatter.up)
         yield Section(title="The recipe", text=self.recipe.to_yaml(), detail=True)
 
     def facts(self) -> list[tuple[str, str]]:
@@ -126,7 +154,7 @@ class Tuning(Measurement):
         return lines + ([("result", self.output)] if self.output else [])
 
     def table(self) -> Columns:
-        """Returns (header, a row per plan)."""
+        """Returns (header, a row per plan, and one of the original)."""
         others = [name for name in self.chosen.scores if name not in {budget.metric.name for budget in self.budgets}]
         titles = [b.title for b in self.budgets] + [f"mean {self.chosen.scores[n].metric.title}" for n in others]
         rows = []
@@ -136,6 +164,12 @@ class Tuning(Measurement):
             cells = (number(value, ".6g") for value in values)
             latency = number(step.seconds and step.seconds[0] * 1e3, ".2f")
             rows.append((step.what, "met" if step.met else "missed", *cells, byte_size(step.byte_size), latency))
+        if self.chosen.seconds:
+            metrics = [b.metric for b in self.budgets] + [self.chosen.scores[name].metric for name in others]
+            latency = number(self.chosen.seconds[1] * 1e3, ".2f")
+            rows.append(
+                (ORIGINAL, "", *(number(m.best, ".6g") for m in metrics), byte_size(self.bytes_before), latency)
+            )
         return filled(("plan", "budget", *titles, "tensors", "latency, ms"), rows)
 
 
