@@ -248,8 +248,9 @@ class RewriteReport(Report):
             before, after, what = self.account.bytes_before, self.account.bytes_after, "tensors"
         tiles = [Tile(label=what, value=size(after), before=size(before), note=change(before, after))]
         if self.sites:
-            rewritten = f"{len(self.rewritten)} of {len(self.sites)}"
-            tiles.append(Tile(label="rewritten", value=rewritten, note="weights and products"))
+            first, *others = self._counts().split(" and ")
+            count, _, noun = first.rpartition(" ")
+            tiles.append(Tile(label="rewritten", value=count, note=", ".join([noun, *others])))
         if error := self.weight_error:
             note = f"relative L2, worst {error.worst:.3g}"
             tiles.append(Tile(label="error of the weights", value=f"{error.mean:.3g}", note=note))

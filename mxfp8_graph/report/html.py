@@ -17,7 +17,7 @@ from typing import Final
 from mxfp8_graph.naming import printable
 from mxfp8_graph.report import origin
 from mxfp8_graph.report.scatter import svg
-from mxfp8_graph.report.section import STYLES, Cell, Scatter, Section, Tile, cell_text
+from mxfp8_graph.report.section import FOLDS, STYLES, Cell, Scatter, Section, Tile, cell_text
 
 # Cells that stand for a number have it in `data-sort`: their text may have a unit.
 _SCRIPT: Final = """
@@ -110,8 +110,8 @@ footer { margin-top: 2.5rem; border-top: 1px solid var(--line); font-size: 13px;
 """
 
 
-_LONG, _FOLDS = 16, re.compile(r"(?<=[./_])(?=\w)")
-"""Letters of a name that may fold, and the places where it does."""
+_LONG: Final = 16
+"""Letters of a name that may fold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +234,7 @@ def _text(text: str) -> str:
     """Returns `text` escaped for any place in the page but its title; long names fold at their dots."""
     # A name is escaped word by word, so that the places to fold are not inside of an entity.
     words = re.split(r"(\s+)", printable(text))
-    parts = ([word] if len(word) < _LONG else _FOLDS.split(word) for word in words)
+    parts = ([word] if len(word) < _LONG else FOLDS.split(word) for word in words)
     return "".join("<wbr>".join(map(escape, part)) for part in parts)
 
 

@@ -117,7 +117,7 @@ def _point(
 ) -> Iterator[str]:
     """Yields a point and its label, in the nearest free place, which it adds to `taken`."""
     (x, y), width = place, len(name) * LETTER * (1.1 if "best" in kind else 1)
-    choices = []
+    choices: list[tuple[float, int, _Box, float, str]] = []
     for edge, anchor, left in ((x + 8, "start", x + 8), (x - 8, "end", x - 8 - width), (x, "middle", x - width / 2)):
         for top in range(_TOP, _BOTTOM - _LINE, 2):
             box = _Box(left, top, left + width, top + _LINE)

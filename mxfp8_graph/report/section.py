@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -36,7 +37,9 @@ STYLES: Final = {
 WIDTH: Final = 100
 """Width in columns of a text that goes to a file or a pipe."""
 _LEAST, _SHORT, _WORD = 9, 20, 44
-"""Least width of a title that folds; greatest width of a cell that does not fold, and of a word that stays whole."""
+"""Least width of a title that folds; greatest width of a cell that does not fold, and of a part that stays whole."""
+FOLDS: Final = re.compile(r"(?<=[./_])(?=\w)")
+"""The places where a long name may fold."""
 
 
 class Picture(Protocol):
@@ -180,7 +183,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool =
     Columns that do not fit into the width come below the others, again next to the names of the rows.
     """
     columns = [_column(*each) for each in zip(header, zip(*rows, strict=True), strict=True)]
-    needs = [(column.width or column.min_width or 0) + 2 for column in columns]
+    needs = [(column.min_width or 0) + 2 for column in columns]
     # Column 0, the names of the rows, begins every group.
     groups = [[0]]
     for index in range(1, len(columns)):
@@ -189,24 +192,55 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool =
         groups[-1].append(index)
     tables = []
     for group in groups:
-        shown = (columns[index].copy() for index in group)
+        shown = [columns[index].copy() for index in group]
+        _widen(shown)
         tables.append(Table(*shown, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold"))
         for number, row in enumerate(rows):
             texts = [printable(cell_text(row[index])) for index in group]
+            texts = [_folded(each, column.width or 0) for each, column in zip(texts, shown, strict=True)]
             cells = (Text(each, STYLES.get(each, "")) for each in texts)
             tables[-1].add_row(*cells, style="bold" * (best and number == 0))
     return Group(*tables)
 
 
+def _widen(columns: Sequence[Column]) -> None:
+    """Sets the widths of columns: what their cells need, then what their titles need, as far as there is room."""
+    widths = [column.min_width or 0 for column in columns]
+    room = WIDTH + 2 - sum(width + 2 for width in widths)
+    for wanted in ([column.max_width or 0 for column in columns], [len(str(column.header)) for column in columns]):
+        more = [max(most - width, 0) for most, width in zip(wanted, widths, strict=True)]
+        # Those that need little come first, so that names and reasons share what they leave.
+        for done, i in enumerate(sorted(range(len(columns)), key=more.__getitem__)):
+            widths[i] += (step := min(more[i], room // (len(columns) - done)))
+            room -= step
+    for column, width in zip(columns, widths, strict=True):
+        column.width = width
+
+
 def _column(title: str, cells: Sequence[Cell]) -> Column:
-    """Returns a column without its cells. Short cells never fold, and titles fold between words."""
+    """Returns a column without its cells, with its least and its greatest width. Short cells and words stay whole."""
     title, numbers = printable(title), any(isinstance(cell, tuple) for cell in cells)
     widest = max(cell_len(printable(cell_text(cell))) for cell in cells)
-    words = (cell_len(word) for cell in cells for word in printable(cell_text(cell)).split())
+    words = (
+        cell_len(part) for cell in cells for word in printable(cell_text(cell)).split() for part in FOLDS.split(word)
+    )
     least = max(min(max(words, default=0), _WORD), min(len(title), _LEAST), *map(len, title.split()), 0)
-    # Columns of names and reasons get the room that is left.
-    width = max(widest, least) if widest <= _SHORT else None
-    return Column(Text(title), justify="right" if numbers else "left", overflow="fold", width=width, min_width=least)
+    least = max(widest, least) if widest <= _SHORT else least
+    justify: Literal["left", "right"] = "right" if numbers else "left"
+    return Column(Text(title), justify=justify, overflow="fold", min_width=least, max_width=widest)
+
+
+def _folded(text: str, width: int) -> str:
+    """Returns `text` with each name wider than `width` in lines, which end at a dot, a slash or an underscore."""
+
+    def lines(name: re.Match[str]) -> str:
+        folded = [""]
+        for part in FOLDS.split(name[0]):
+            folded += [""] * (folded[-1] != "" and cell_len(folded[-1] + part) > width)
+            folded[-1] += part
+        return "\n".join(folded)
+
+    return re.sub(r"\S+", lines, text)
 
 
 def plain_text(result: RenderableType) -> str:

@@ -135,8 +135,8 @@ class VerifyReport(Measurement):
     def tiles(self) -> Iterator[Tile]:
         """Yields the error, the cosine and the kernels."""
         if self.outputs:
-            limits = [output.limit for output in self.outputs if output.limit is not None]
-            note = f"relative L2, limit {limits[0]:g}" if limits else "relative L2"
+            limits = {output.limit for output in self.outputs if output.limit is not None}
+            note = f"relative L2, limit {max(limits):g}" if len(limits) == 1 else "relative L2"
             yield Tile(label="error", value=f"{self.worst_relative_l2:.3g}", note=note)
             cosine = min(output.rewritten.cosine for output in self.outputs)
             yield Tile(label="cosine", value=f"{cosine:.5f}", note="of the worst output")

@@ -124,7 +124,7 @@ class Tuning(Measurement):
             yield Tile(label="speed", value=ms, before=old, note=note)
         for budget in self.budgets:
             value = budget.value(self.chosen.scores[budget.metric.name])
-            yield Tile(label="error", value=f"{value:.5g}", note=f"{budget.title}, budget {budget}")
+            yield Tile(label=budget.title, value=f"{value:.5g}", note=f"budget {budget}")
 
     def command(self) -> str:
         """Returns the command that rewrites with the chosen recipe, if that was written."""
