@@ -32,7 +32,7 @@ class Bars:
         if rest := rows[_MOST:]:
             rows = [*rows[: _MOST - 1], (f"{len(rest) + 1} others", sum(row[1] for row in rows[_MOST - 1 :]), False)]
         labels = [printable(label) for label, _, _ in rows]
-        start = max(map(len, labels)) * LETTER + 8
+        start = max(map(len, labels)) * 1.2 * LETTER + 8  # capitals are wider
         total, longest = sum(row[1] for row in rows) or 1.0, max(row[1] for row in rows) or 1.0
         width = start + _LONGEST + 16 * LETTER
         parts = [f'<svg viewBox="0 0 {width:.0f} {_ROW * len(rows)}" style="max-width: {width:.0f}px" role="img">']

@@ -82,25 +82,25 @@ def svg(
     middle = (_TOP + _BOTTOM) / 2
     parts.append(text((_LEFT + _RIGHT) / 2, _HEIGHT - 8, f"{titles[0]} (dashed: the Pareto line)", "middle"))
     parts.append(text(13, middle, titles[1], "middle", f' transform="rotate(-90 13 {middle})"'))
-    places = {name: (across.place(x), up.place(y)) for name, x, y in points}
-    line = [places[name] for name in _pareto(points, -1 if higher_is_better else 1)]
+    places = [(name, across.place(x), up.place(y)) for name, x, y in points]
+    line = [(across.place(x), up.place(y)) for _, x, y in _pareto(points, -1 if higher_is_better else 1)]
     parts.append(f'<path class="pareto" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in line)}"/>')
     crossed = list(_along(line))
     # All points come first, because labels keep off them; the best one has the first choice.
-    taken = [_Box(x - 5, y - 5, x + 5, y + 5) for x, y in places.values()]
-    for name in sorted(places, key=lambda name: name != best):
-        kind = ' class="best"' if name == best else ' class="reference"' if name == reference else ""
-        parts += _point(name, places[name], taken, crossed, kind)
+    taken = [_Box(x - 5, y - 5, x + 5, y + 5) for _, x, y in places]
+    for place in sorted(places, key=lambda place: place[0] != best):
+        kind = {best: ' class="best"', reference: ' class="reference"'}.get(place[0], "")
+        parts += _point(place, taken, crossed, kind)
     return "\n".join([*parts, "</svg>"])
 
 
-def _pareto(points: Sequence[Point], sign: int) -> Iterator[str]:
-    """Yields the names of the points that no other beats in both numbers, from left to right."""
+def _pareto(points: Sequence[Point], sign: int) -> Iterator[Point]:
+    """Yields the points that no other beats in both numbers, from left to right."""
     least = math.inf
-    for name, _, y in sorted(points, key=lambda point: (point[1], sign * point[2])):
-        if sign * y < least:
-            least = sign * y
-            yield name
+    for point in sorted(points, key=lambda point: (point[1], sign * point[2])):
+        if sign * point[2] < least:
+            least = sign * point[2]
+            yield point
 
 
 def _along(line: Sequence[tuple[float, float]]) -> Iterator[_Box]:
@@ -112,14 +112,13 @@ def _along(line: Sequence[tuple[float, float]]) -> Iterator[_Box]:
             yield _Box(at_x - 1, at_y - 1, at_x + 1, at_y + 1)
 
 
-def _point(
-    name: str, place: tuple[float, float], taken: list[_Box], crossed: Sequence[_Box], kind: str
-) -> Iterator[str]:
+def _point(place: Point, taken: list[_Box], crossed: Sequence[_Box], kind: str) -> Iterator[str]:
     """Yields a point and its label, in the nearest free place, which it adds to `taken`."""
-    (x, y), width = place, len(name) * LETTER * (1.1 if "best" in kind else 1)
+    name, x, y = place
+    width = len(name) * LETTER * (1.1 if "best" in kind else 1)
     choices: list[tuple[float, int, _Box, float, str]] = []
     for edge, anchor, left in ((x + 8, "start", x + 8), (x - 8, "end", x - 8 - width), (x, "middle", x - width / 2)):
-        for top in range(_TOP, _BOTTOM - _LINE, 2):
+        for top in range(_TOP, _BOTTOM - _LINE):
             box = _Box(left, top, left + width, top + _LINE)
             if box.left < _LEFT or box.right > _WIDTH or any(map(box.meets, taken)):
                 continue
