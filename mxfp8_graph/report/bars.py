@@ -58,9 +58,7 @@ class Depths:
         """Returns the chart."""
         up, wide = Axis([column[2] for column in self.columns], _BOTTOM, _TOP), (_RIGHT - _LEFT) / len(self.columns)
         parts = [f'<svg viewBox="0 0 640 {_HEIGHT}" role="img"><path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>']
-        for tick in up.ticks():
-            parts.append(text(_LEFT - 7, up.place(tick) + 4, f"{tick:g}", "end"))
-            parts.append(f'<path class="grid" d="M{_LEFT} {up.place(tick):.1f}H{_RIGHT}"/>')
+        parts += up.grid(_LEFT, _RIGHT)
         middle = (_TOP + _BOTTOM) / 2
         parts.append(text(13, middle, self.title, "middle", f' transform="rotate(-90 13 {middle})"'))
         for i, (_, name, value, marked) in enumerate(self.columns):

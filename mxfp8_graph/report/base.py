@@ -18,7 +18,7 @@ from rich.text import Text
 from mxfp8_graph.files import check_output, output
 from mxfp8_graph.naming import printable
 from mxfp8_graph.report import html
-from mxfp8_graph.report.section import Section, Tile, plain_text, render
+from mxfp8_graph.report.section import Head, Section, plain_text, render
 from mxfp8_ops.errors import Mxfp8Error
 
 
@@ -62,17 +62,9 @@ class Report(Data, ABC):
         """
         return ""
 
-    def verdict(self) -> str:
-        """Returns the color of the answer on the page: "good", "warning", "bad", or "" for none."""
-        return ""
-
-    def tiles(self) -> Iterable[Tile]:
-        """Returns the main numbers for the top of the page: size, speed, error, as far as they are known."""
-        return ()
-
-    def command(self) -> str:
-        """Returns the next command, which the page shows to copy; "" without one."""
-        return ""
+    def head(self) -> Head:
+        """Returns the top of the page: verdict; size, speed and error as far as they are known; the next command."""
+        return Head()
 
     @abstractmethod
     def sections(self) -> Iterable[Section]:
@@ -98,14 +90,7 @@ class Report(Data, ABC):
     def to_html(self) -> str:
         """Returns one self-contained page: it fetches nothing, and shows everything without its script."""
         files = (getattr(self, name) for name in self.FILES)
-        head = html.Head(
-            title=self._title(),
-            answer=self.answer(),
-            verdict=self.verdict(),
-            tiles=[*self.tiles()],
-            command=self.command(),
-        )
-        return html.page(head, self.sections(), filter(None, files))
+        return html.page(self._title(), self.answer(), self.head(), self.sections(), filter(None, files))
 
     def to_json(self) -> str:
         """Returns `to_dict` as JSON."""

@@ -15,7 +15,7 @@ from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.policy.plan import NOUNS, Decision, noun_of
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Columns, Section, Tile, byte_size, change, filled, number, shape_text
+from mxfp8_graph.report.section import Columns, Head, Section, Tile, byte_size, change, filled, number, shape_text
 from mxfp8_ops.formats import element_format
 
 SCHEMA: Final = 2
@@ -228,33 +228,30 @@ class RewriteReport(Report):
             sizes = f"{size(self.account.bytes_before)} to {size(self.account.bytes_after)}"
             return f"Would rewrite {what}: tensors of {sizes}; nothing is written."
         text = f"Rewrote {what}: {size(self.bytes_before)} to {size(self.bytes_after or 0)}"
-        return f"{text}; check it with `{command}`." if (command := self.command()) else f"{text}."
+        return f"{text}; check it with `{command}`." if (command := self._check()) else f"{text}."
 
-    def command(self) -> str:
-        """Returns the command that checks the result."""
+    def _check(self) -> str:
+        """Returns the command that checks the result; "" if it is not a file."""
         source = Path(self.source)
         if self.output is None or not source.suffix or source.is_dir():  # a model in memory, or a folder of from_hf
             return ""
         return f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
 
-    def verdict(self) -> str:
-        """Returns "good" if something is rewritten, and the advice is not to take another preset."""
-        return "good" if self.rewritten and not self.advice else "warning"
-
-    def tiles(self) -> list[Tile]:
-        """Returns the size, the number of rewritten sites, and the error of the weights."""
+    def head(self) -> Head:
+        """Returns the size, the number of rewritten sites, the error of the weights, and the command that checks it."""
         before, after, what = self.bytes_before, self.bytes_after, "size"
         if after is None:
             before, after, what = self.account.bytes_before, self.account.bytes_after, "tensors"
-        tiles = [Tile(label=what, value=size(after), before=size(before), note=change(before, after))]
+        tiles = [Tile(what, size(after), size(before), change(before, after))]
         if self.sites:
             first, *others = self._counts().split(" and ")
             count, _, noun = first.rpartition(" ")
-            tiles.append(Tile(label="rewritten", value=count, note=", ".join([noun, *others])))
+            tiles.append(Tile("rewritten", count, note=", ".join([noun, *others])))
         if error := self.weight_error:
             note = f"relative L2, worst {error.worst:.3g}"
-            tiles.append(Tile(label="error of the weights", value=f"{error.mean:.3g}", note=note))
-        return tiles
+            tiles.append(Tile("error of the weights", f"{error.mean:.3g}", note=note))
+        good = self.rewritten and not self.advice
+        return Head(verdict="good" if good else "warning", tiles=tiles, command=self._check())
 
     def _counts(self) -> str:
         """Returns the numbers of rewritten sites of each kind: "5 of 6 matmuls and 0 of 1 embeddings"."""

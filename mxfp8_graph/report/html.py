@@ -9,15 +9,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Final
 
 from mxfp8_graph.naming import printable
 from mxfp8_graph.report import origin
-from mxfp8_graph.report.scatter import svg
-from mxfp8_graph.report.section import FOLDS, STYLES, Cell, Scatter, Section, Tile, cell_text
+from mxfp8_graph.report.scatter import Scatter
+from mxfp8_graph.report.section import FOLDS, STYLES, Cell, Head, Section, Tile, cell_text
 
 # Cells that stand for a number have it in `data-sort`: their text may have a unit.
 _SCRIPT: Final = """
@@ -114,22 +113,8 @@ _LONG: Final = 16
 """Letters of a name that may fold."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """The top of a page."""
-
-    title: str
-    answer: str = ""
-    """One sentence, with names and commands between backticks."""
-    verdict: str = ""
-    """The color of the answer: "good", "warning", "bad", or "" for none."""
-    tiles: Sequence[Tile] = ()
-    command: str = ""
-    """The next command, to copy."""
-
-
-def page(head: Head, sections: Iterable[Section], files: Iterable[str]) -> str:
-    """Returns the page: head, sections, and a footer that identifies the files that exist."""
+def page(title: str, answer: str, head: Head, sections: Iterable[Section], files: Iterable[str]) -> str:
+    """Returns the page: title, answer, head, sections, and a footer that identifies the files that exist."""
     # The policy allows the script by its hash: even if a name got through the escaping, its code could not run.
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -139,21 +124,21 @@ def page(head: Head, sections: Iterable[Section], files: Iterable[str]) -> str:
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(printable(head.title))}</title>
+<title>{escape(printable(title))}</title>
 <style>{_STYLE}</style>
 </head>
 <body>
-<h1>{_text(head.title)}</h1>"""
+<h1>{_text(title)}</h1>"""
     footer = f"<footer>{_facts(origin.facts(files))}</footer>"
     script = f"<script>{_SCRIPT}</script>"
-    return "\n".join([start, *_head(head), *map(_section, sections), footer, script, "</body>", "</html>", ""])
+    return "\n".join([start, *_head(answer, head), *map(_section, sections), footer, script, "</body>", "</html>", ""])
 
 
-def _head(head: Head) -> Iterator[str]:
+def _head(answer: str, head: Head) -> Iterator[str]:
     """Yields the parts of the head that there are."""
-    if head.answer:
+    if answer:
         # The command stands below.
-        answer = head.answer.replace(f"`{head.command}`", "the command below") if head.command else head.answer
+        answer = answer.replace(f"`{head.command}`", "the command below") if head.command else answer
         yield f'<p class="{f"answer {head.verdict}".rstrip()}">{_marked(answer)}</p>'
     if head.tiles:
         yield f'<div class="tiles">{"".join(map(_tile, head.tiles))}</div>'
@@ -192,9 +177,7 @@ def _scatter(section: Section, chart: Scatter) -> list[str]:
     across, up = map(section.columns[0].index, (chart.across, chart.up))
     rows = [(printable(cell_text(row[0])), row[across], row[up]) for row in section.rows]
     points = [(name, x[1], y[1]) for name, x, y in rows if isinstance(x, tuple) and isinstance(y, tuple)]
-    best, higher = None if section.best is None else rows[0][0], chart.higher_is_better
-    titles = chart.across, chart.up
-    return [svg(points, titles, best, reference=chart.reference, higher_is_better=higher)] if points else []
+    return [chart.svg(points, None if section.best is None else rows[0][0])] if points else []
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -44,6 +45,13 @@ class Axis:
         # 1e-9 keeps the last tick where a division rounds down.
         return [i * step for i in range(math.ceil(self._low / step), 1 + int(self._high / step + 1e-9))]
 
+    def grid(self, left: float, right: float) -> Iterator[str]:
+        """Yields the numbers and lines of an axis that goes up."""
+        for tick in self.ticks():
+            y = self.place(tick)
+            yield text(left - 7, y + 4, f"{tick:g}", "end")
+            yield f'<path class="grid" d="M{left} {y:.1f}H{right}"/>'
+
 
 class _Box(NamedTuple):
     left: float
@@ -56,42 +64,38 @@ class _Box(NamedTuple):
         return across and self.top < other.bottom and other.top < self.bottom
 
 
-def svg(
-    points: Sequence[Point],
-    titles: tuple[str, str],
-    best: str | None = None,
-    *,
-    reference: str = "",
-    higher_is_better: bool = False,
-) -> str:
-    """Returns the chart with its Pareto line: the points that no other beats in both numbers.
+@dataclass(frozen=True, kw_only=True)
+class Scatter:
+    """A chart of a table: a point with a name for each row that has both numbers, and the Pareto line."""
 
-    Args:
-        points: their numbers must be finite.
-        titles: of the axes.
-        best: name of a highlighted point.
-        reference: name of the point of the original.
-        higher_is_better: whether more is better upwards; across, less is better.
-    """
-    across = Axis([point[1] for point in points], _LEFT, _RIGHT)
-    up = Axis([point[2] for point in points], _BOTTOM, _TOP)
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"><path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>']
-    parts += [text(across.place(t), _BOTTOM + 16, f"{t:g}", "middle") for t in across.ticks()]
-    parts += [text(_LEFT - 7, up.place(t) + 4, f"{t:g}", "end") for t in up.ticks()]
-    parts += [f'<path class="grid" d="M{_LEFT} {up.place(t):.1f}H{_RIGHT}"/>' for t in up.ticks()]
-    middle = (_TOP + _BOTTOM) / 2
-    parts.append(text((_LEFT + _RIGHT) / 2, _HEIGHT - 8, f"{titles[0]} (dashed: the Pareto line)", "middle"))
-    parts.append(text(13, middle, titles[1], "middle", f' transform="rotate(-90 13 {middle})"'))
-    places = [(name, across.place(x), up.place(y)) for name, x, y in points]
-    line = [(across.place(x), up.place(y)) for _, x, y in _pareto(points, -1 if higher_is_better else 1)]
-    parts.append(f'<path class="pareto" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in line)}"/>')
-    crossed = list(_along(line))
-    # All points come first, because labels keep off them; the best one has the first choice.
-    taken = [_Box(x - 5, y - 5, x + 5, y + 5) for _, x, y in places]
-    for place in sorted(places, key=lambda place: place[0] != best):
-        kind = {best: ' class="best"', reference: ' class="reference"'}.get(place[0], "")
-        parts += _point(place, taken, crossed, kind)
-    return "\n".join([*parts, "</svg>"])
+    across: str
+    up: str
+    """Titles of two columns. Less is better."""
+    higher_is_better: bool = False
+    """Whether more is better in column `up`."""
+    reference: str = ""
+    """Name of the row of the original."""
+
+    def svg(self, points: Sequence[Point], best: str | None = None) -> str:
+        """Returns the chart; `best` is the name of a highlighted point. Numbers must be finite."""
+        across = Axis([point[1] for point in points], _LEFT, _RIGHT)
+        up = Axis([point[2] for point in points], _BOTTOM, _TOP)
+        middle, title = (_TOP + _BOTTOM) / 2, f"{self.across} (dashed: the Pareto line)"
+        parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"><path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>']
+        parts += [text(across.place(t), _BOTTOM + 16, f"{t:g}", "middle") for t in across.ticks()]
+        parts += up.grid(_LEFT, _RIGHT)
+        parts.append(text((_LEFT + _RIGHT) / 2, _HEIGHT - 8, title, "middle"))
+        parts.append(text(13, middle, self.up, "middle", f' transform="rotate(-90 13 {middle})"'))
+        places = [(name, across.place(x), up.place(y)) for name, x, y in points]
+        line = [(across.place(x), up.place(y)) for _, x, y in _pareto(points, -1 if self.higher_is_better else 1)]
+        parts.append(f'<path class="pareto" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in line)}"/>')
+        crossed = list(_along(line))
+        # All points come first, because labels keep off them; the best one has the first choice.
+        taken = [_Box(x - 5, y - 5, x + 5, y + 5) for _, x, y in places]
+        for place in sorted(places, key=lambda place: place[0] != best):
+            kind = {best: ' class="best"', self.reference: ' class="reference"'}.get(place[0], "")
+            parts += _point(place, taken, crossed, kind)
+        return "\n".join([*parts, "</svg>"])
 
 
 def _pareto(points: Sequence[Point], sign: int) -> Iterator[Point]:

@@ -12,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -21,6 +21,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mxfp8_graph.naming import printable
+from mxfp8_graph.report.bars import Bars, Depths
+from mxfp8_graph.report.scatter import Scatter
 
 Cell = str | tuple[str, float]
 """Text, or (text, its number)."""
@@ -42,35 +44,24 @@ FOLDS: Final = re.compile(r"(?<=[./_])(?=\w)")
 """The places where a long name may fold."""
 
 
-class Picture(Protocol):
-    """A picture on a page."""
-
-    def svg(self) -> str:
-        """Returns it as SVG; the style in `html.py` has its colors."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """A number at the top of a page: size, speed or error."""
+class Tile(NamedTuple):
+    """A number at the top of a page: size, speed or error; `before` is the original's."""
 
     label: str
     value: str
     before: str = ""
-    """The number of the original."""
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scatter:
-    """A chart of a table: a point with a name for each row that has both numbers, and the Pareto line."""
+class Head:
+    """The top of a page, below the answer."""
 
-    across: str
-    up: str
-    """Titles of two columns. Less is better."""
-    higher_is_better: bool = False
-    """Whether more is better in column `up`."""
-    reference: str = ""
-    """Name of the row of the original."""
+    verdict: str = ""
+    """The color of the answer: "good", "warning", "bad", or "" for none."""
+    tiles: Sequence[Tile] = ()
+    command: str = ""
+    """The next command, to copy; "" without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +87,7 @@ class Section:
     """Title of a column whose cells have bars on a page."""
     scatter: Scatter | None = None
     """Chart of `columns` on a page."""
-    picture: Picture | None = None
+    picture: Bars | Depths | None = None
     most: int | None = None
     """Number of rows that a terminal shows without --verbose; None shows all."""
     detail: bool = False

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Columns, Section, Tile, filled, number, shape_text
+from mxfp8_graph.report.section import Columns, Head, Section, Tile, filled, number, shape_text
 from mxfp8_graph.running.compare import Difference
 from mxfp8_graph.running.node_check import NodeCheck
 
@@ -124,25 +124,21 @@ class VerifyReport(Measurement):
         agree = f"{len(self.nodes)} kernels agree with their nodes, and " if self.nodes else ""
         return f"Passed: {agree}the relative L2 of {name} is {error:.3g}, limit {limit:g}."
 
-    def verdict(self) -> str:
-        """Returns "good" if it passed, "bad" if something failed, else "warning"."""
-        return "good" if self.passed else "bad" if self.failures else "warning"
-
-    def command(self) -> str:
-        """Returns the command that times the result, if it is a file."""
-        return f"mxfp8-graph run {shlex.quote(self.rewritten)} --profile" if Path(self.rewritten).suffix else ""
-
-    def tiles(self) -> Iterator[Tile]:
-        """Yields the error, the cosine and the kernels."""
+    def head(self) -> Head:
+        """Returns the verdict, error, cosine and kernels, and the command that times the result."""
+        tiles = []
         if self.outputs:
             limits = {output.limit for output in self.outputs if output.limit is not None}
             note = f"relative L2, limit {max(limits):g}" if len(limits) == 1 else "relative L2"
-            yield Tile(label="error", value=f"{self.worst_relative_l2:.3g}", note=note)
             cosine = min(output.rewritten.cosine for output in self.outputs)
-            yield Tile(label="cosine", value=f"{cosine:.5f}", note="of the worst output")
+            tiles.append(Tile("error", f"{self.worst_relative_l2:.3g}", note=note))
+            tiles.append(Tile("cosine", f"{cosine:.5f}", note="of the worst output"))
         if self.nodes:
             agree = sum(node.passed for node in self.nodes)
-            yield Tile(label="kernels", value=f"{agree} of {len(self.nodes)}", note="agree with their nodes")
+            tiles.append(Tile("kernels", f"{agree} of {len(self.nodes)}", note="agree with their nodes"))
+        command = f"mxfp8-graph run {shlex.quote(self.rewritten)} --profile" if Path(self.rewritten).suffix else ""
+        verdict = "good" if self.passed else "bad" if self.failures else "warning"
+        return Head(verdict=verdict, tiles=tiles, command=command)
 
     @property
     def worst_relative_l2(self) -> float:

@@ -16,7 +16,7 @@ from mxfp8_graph.options import Unpack, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report.bars import Bars
 from mxfp8_graph.report.base import Report
-from mxfp8_graph.report.section import Columns, Section, Tile, number, shape_text
+from mxfp8_graph.report.section import Columns, Head, Section, Tile, number, shape_text
 from mxfp8_graph.running.inputs import Signature, describe
 from mxfp8_graph.running.profile import NodeProfile
 from mxfp8_graph.running.samples import SampleOptions, make_samples
@@ -65,21 +65,20 @@ class RunReport(Report):
         rows = [(output["name"], output["dtype"], shape_text(output["shape"])) for output in self.outputs]
         yield Section(title="Outputs", columns=(("output", "dtype", "shape"), rows))
 
-    def tiles(self) -> Iterator[Tile]:
-        """Yields the median time, the range of times, and the share of our kernels."""
-        seconds = self.timing.seconds
-        yield Tile(label="speed", value=f"{self.timing.median * 1e3:.3g} ms", note="a run, the median")
-        runs = f"of {len(seconds)} runs after a warm-up"
-        yield Tile(label="range", value=f"{min(seconds) * 1e3:.3g} to {max(seconds) * 1e3:.3g} ms", note=runs)
+    def head(self) -> Head:
+        """Returns the time, its range and the share of our kernels, or the command that profiles them."""
+        ms, command = [seconds * 1e3 for seconds in self.timing.seconds], ""
+        tiles = [
+            Tile("speed", f"{self.timing.median * 1e3:.3g} ms", note="a run, the median"),
+            Tile("range", f"{min(ms):.3g} to {max(ms):.3g} ms", note=f"of {len(ms)} runs after a warm-up"),
+        ]
         if self.nodes:
             ours = sum(node.seconds for node in self.nodes if node.isa)
             share = ours / (sum(node.seconds for node in self.nodes) or 1.0)
-            yield Tile(label="our kernels", value=f"{share:.0%}", note="of the time of all nodes")
-
-    def command(self) -> str:
-        """Returns the command that profiles the nodes, if that is not done and the model is a file."""
-        profiled = self.nodes or not Path(self.model).suffix
-        return "" if profiled else f"mxfp8-graph run {shlex.quote(self.model)} --profile"
+            tiles.append(Tile("our kernels", f"{share:.0%}", note="of the time of all nodes"))
+        elif Path(self.model).suffix:
+            command = f"mxfp8-graph run {shlex.quote(self.model)} --profile"
+        return Head(tiles=tiles, command=command)
 
     @property
     def outputs(self) -> list[dict[str, Any]]:

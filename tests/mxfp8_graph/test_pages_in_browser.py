@@ -16,8 +16,9 @@ import onnx
 import pytest
 
 import mxfp8_graph
-from mxfp8_graph.report.html import Head, page
-from mxfp8_graph.report.section import Scatter, Section, number
+from mxfp8_graph.report.html import page
+from mxfp8_graph.report.scatter import Scatter
+from mxfp8_graph.report.section import Head, Section, number
 from mxfp8_graph.running.runner import run_model
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -97,7 +98,7 @@ def pages() -> dict[str, str]:
     chart = Scatter(across="ms", up="error", reference=names[3])
     labels = Section(columns=(("recipe", "ms", "error"), rows), best=2, scatter=chart)
     found = {name: command().to_html() for name, command in commands.items()}
-    return {**found, "labels": page(Head(title="Points in one place"), [labels], ())}
+    return {**found, "labels": page("Points in one place", "", Head(), [labels], ())}
 
 
 def test_every_page_can_be_read_on_a_narrow_and_a_wide_window(tmp_path: Path) -> None:

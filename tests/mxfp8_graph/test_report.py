@@ -21,8 +21,8 @@ from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.base import Report
 from mxfp8_graph.report.data import Account, RewriteReport, SiteReport
-from mxfp8_graph.report.scatter import svg
-from mxfp8_graph.report.section import WIDTH, Scatter, Section, number, plain_text
+from mxfp8_graph.report.scatter import Scatter
+from mxfp8_graph.report.section import WIDTH, Section, number, plain_text
 from mxfp8_ops import system
 
 
@@ -262,11 +262,8 @@ def test_a_page_has_bars_a_chart_and_the_best_row_first() -> None:
 
 @looped("numbers, places", [((1.0, 2.0), 2), ((0.0, 0.0, 0.0), 3), ((5.0,) * 19, 19)])
 def test_labels_of_a_chart_are_apart(numbers: tuple[float, ...], places: int) -> None:
-    text = svg(
-        [(f"<{n} is as long as a name", 1.0, value) for n, value in enumerate(numbers)],
-        ("x", "y"),
-        "<1 is as long as a name",
-    )
+    points = [(f"<{n} is as long as a name", 1.0, value) for n, value in enumerate(numbers)]
+    text = Scatter(across="x", up="y").svg(points, "<1 is as long as a name")
     labels = [line for line in text.splitlines() if line.startswith("<text") and ">&lt;" in line]
     tops = sorted(float(line.split('y="')[1].split('"')[0]) for line in labels)
     assert len(tops) == places
@@ -278,11 +275,7 @@ def test_labels_of_a_chart_are_apart(numbers: tuple[float, ...], places: int) ->
 
 def test_the_pareto_line_of_a_chart_and_a_label_without_room() -> None:
     points = [("a", 1.0, 4.0), ("b", 2.0, 2.0), ("c", 3.0, 3.0), ("d", 4.0, 0.0)]
-    assert pareto(svg(points, ("ms", "error"))) == 3
-    assert pareto(svg(points, ("ms", "score"), higher_is_better=True)) == 1
-    assert "<text" not in svg([("long" * 99, 1.0, 1.0)], ("", "")).split("<circle")[1]
-
-
-def pareto(text: str) -> int:
-    """Returns the number of points on the line."""
-    return text.split('class="pareto" d="M')[1].split('"', maxsplit=1)[0].count("L") + 1
+    for higher, count in ((False, 3), (True, 1)):
+        line = Scatter(across="ms", up="error", higher_is_better=higher).svg(points).split('class="pareto" d="M')[1]
+        assert line.split('"')[0].count("L") + 1 == count
+    assert "<text" not in Scatter(across="x", up="y").svg([("long" * 99, 1.0, 1.0)]).split("<circle")[1]

@@ -15,7 +15,7 @@ from mxfp8_graph.policy.plan import MatMulSite, counted
 from mxfp8_graph.report.bars import Depths
 from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.report.section import Columns, Section, Tile, filled, number
+from mxfp8_graph.report.section import Columns, Head, Section, Tile, filled, number
 from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.analyze.input_statistics import InputStatistics
 from mxfp8_graph.tools.metrics import RELATIVE_L2, Metric, Score
@@ -139,24 +139,21 @@ class Analysis(Measurement):
         worst = f"the worst {chosen} of {count}, {self.exclusion.share:.1%} of the weights"
         return f"Exclude {worst}, first {self.sites[0].label}: {title} {after:.3g} instead of {before:.3g}."
 
-    def verdict(self) -> str:
-        """Returns "good" if there is nothing to exclude, else "warning"."""
-        return "warning" if self.exclusion else "good"
-
-    def tiles(self) -> Iterator[Tile]:
-        """Yields the error without and with the exclusion, and what the exclusion keeps."""
+    def head(self) -> Head:
+        """Returns the error without and with the exclusion, and what that keeps."""
         title, name = self.metric.shown_title, self.metric.name
         before = f"{self.metric.shown(self.everything[name].mean):.3g}"
         if self.exclusion is None:
-            yield Tile(label="error", value=before, note=f"{title}, everything rewritten")
+            tiles = [Tile("error", before, note=f"{title}, everything rewritten")]
         else:
             after = f"{self.metric.shown(self.exclusion.scores[name].mean):.3g}"
-            yield Tile(label="error", value=after, before=before, note=f"{title}, after exclusion")
+            tiles = [Tile("error", after, before, f"{title}, after exclusion")]
             kept = f"{len(self.exclusion.sites)} of {len(self.sites)}"
-            yield Tile(label="excluded", value=kept, note=f"{self.exclusion.share:.0%} of the weights")
+            tiles.append(Tile("excluded", kept, note=f"{self.exclusion.share:.0%} of the weights"))
         if self.sites:
             worst = f"{self.metric.shown(self.sites[0].alone[name].mean):.3g}"
-            yield Tile(label="the worst alone", value=worst, note=self.sites[0].label)
+            tiles.append(Tile("the worst alone", worst, note=self.sites[0].label))
+        return Head(verdict="warning" if self.exclusion else "good", tiles=tiles)
 
     def _depths(self) -> Depths | None:
         """Returns the errors of single sites in the order of the graph; None without a finite one."""

@@ -13,7 +13,8 @@ import yaml
 
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report.base import Data
-from mxfp8_graph.report.section import Cell, Columns, Scatter, Section, Tile, byte_size, change, filled, number
+from mxfp8_graph.report.scatter import Scatter
+from mxfp8_graph.report.section import Cell, Columns, Head, Section, Tile, byte_size, change, filled, number
 from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.metrics import Metric, Score
 
@@ -21,7 +22,7 @@ _SAME: Final = (0.01, 0.02, 0.1)
 """Relative differences of sizes, errors and times that count as none: times repeat within 10 %."""
 
 LEGEND: Final = (
-    ("real", "the rewritten model, in ONNX Runtime with our kernels; its size is the size of the files"),
+    ("recipes", "the rewritten model, in ONNX Runtime with our kernels; its size is the size of the files"),
     (
         "emulated",
         "values are rounded to the format and multiplied in float32, so there is no latency; its size is what the "
@@ -107,13 +108,10 @@ class Comparison(Measurement):
         header = [part for s in scores for part in ((f"{s}: mean", "worst") if several else (s,))]
         rows = [row for row in self.rows if row.emulated == emulated]
         choice = self.recommendation()
-        rows.sort(key=lambda row: (row is not choice, row is not self.rows[0], self._badness(row)))
+        errors = {row.name: row.scores[0].metric.badness(row.scores[0].mean) for row in rows if row.scores}
+        rows.sort(key=lambda row: (row is not choice, row is not self.rows[0], errors.get(row.name, math.inf)))
         titles = ("recipe", "size", "latency, ms", *header, "weight SQNR, dB", "matmuls")
         return filled(titles, [self._cells(row, several=several) for row in rows])
-
-    def _badness(self, row: Row) -> float:
-        """Returns the mean error, infinite for a row without one."""
-        return row.scores[0].metric.badness(row.scores[0].mean) if row.scores else math.inf
 
     def _cells(self, row: Row, *, several: bool) -> tuple[Cell, ...]:
         values = [(score.metric, value) for score in row.scores for value in (score.mean, score.worst)[: 1 + several]]
@@ -135,7 +133,6 @@ class Comparison(Measurement):
         """Yields the recipes, the facts, the emulated formats, the words, and the recommended recipe."""
         errors = f"{self.metrics[0].shown_title}{': mean' * (len(self.sample_names) > 1)}"
         choice = self.recommendation()
-        # Tables show a cosine as 1-cosine, which is better where it is less.
         chart = Scatter(across="latency, ms", up=errors, higher_is_better=self._sign < 0, reference=self.rows[0].name)
         columns = self.table()
         yield Section(title="Recipes", columns=columns, best=0 if choice else None, bar=errors, scatter=chart)
@@ -158,27 +155,20 @@ class Comparison(Measurement):
         good = [row for row in real if not self._worse(row, usual[0])]
         return min(good, key=lambda row: self._sign * row.numbers[1], default=None)
 
-    def verdict(self) -> str:
-        """Returns "good" if the recommended recipe is faster than the original, "bad" if there is none."""
-        choice, before = self.recommendation(), self.rows[0].seconds
-        return "bad" if choice is None else "good" if (choice.seconds or 0) <= (before or 0) else "warning"
-
-    def tiles(self) -> Iterator[Tile]:
-        """Yields size, speed and error of the recommended recipe."""
-        if choice := self.recommendation():
-            (size, error, ms), (old_size, _, old_ms) = choice.numbers, self.rows[0].numbers
-            note = change(old_size, size)
-            yield Tile(label="size", value=f"{size:.3g} MB", before=f"{old_size:.3g} MB", note=note)
-            note = change(old_ms, ms, faster=True)
-            yield Tile(label="speed", value=f"{ms:.3g} ms", before=f"{old_ms:.3g} ms", note=note)
-            yield Tile(label="error", value=f"{error:.3g}", note=f"{self.metrics[0].shown_title}, of {choice.name}")
-
-    def command(self) -> str:
-        """Returns the command that rewrites with the recommended recipe, if it is a preset and the model a file."""
-        choice, path = self.recommendation(), Path(self.model)
-        if choice is None or not path.suffix or not choice.is_preset:
-            return ""
-        return f"mxfp8-graph rewrite {shlex.quote(str(path))} --recipe {choice.name}"
+    def head(self) -> Head:
+        """Returns size, speed and error of the recommended recipe, and the command that rewrites with it."""
+        if (choice := self.recommendation()) is None:
+            return Head(verdict="bad")
+        (size, error, ms), (old_size, _, old_ms) = choice.numbers, self.rows[0].numbers
+        command, verdict = "", "warning" if ms > old_ms else "good"
+        if choice.is_preset and Path(self.model).suffix:  # else the recipe is at the end of the page
+            command = shlex.join(["mxfp8-graph", "rewrite", self.model, "--recipe", choice.name])
+        tiles = (
+            Tile("size", f"{size:.3g} MB", f"{old_size:.3g} MB", change(old_size, size)),
+            Tile("speed", f"{ms:.3g} ms", f"{old_ms:.3g} ms", change(old_ms, ms, faster=True)),
+            Tile("error", f"{error:.3g}", note=f"{self.metrics[0].shown_title}, of {choice.name}"),
+        )
+        return Head(verdict=verdict, tiles=tiles, command=command)
 
     def answer(self) -> str:
         """Returns a sentence with the recommended recipe, and its numbers beside the original's."""

@@ -6,14 +6,14 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.base import Data
-from mxfp8_graph.report.section import Columns, Scatter, Section, Tile, byte_size, change, filled, number
+from mxfp8_graph.report.scatter import Scatter
+from mxfp8_graph.report.section import Columns, Head, Section, Tile, byte_size, change, filled, number
 from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.metrics import Score
 from mxfp8_graph.tools.tune.budget import Budget
@@ -110,28 +110,21 @@ class Tuning(Measurement):
         where = f"{self.output}/recipe.yaml" if self.output else "the recipe"
         return f"Take {where} ({self.chosen.what}): {self.reached} meets {bounds}, {ratio:.2f} times smaller{fast}."
 
-    def verdict(self) -> str:
-        """Returns "good" if a plan meets the budgets, "warning" if it is slower than the original, else "bad"."""
-        return "bad" if not self.chosen.met else "warning" if self.chosen.seconds and self.chosen.speed < 1 else "good"
-
-    def tiles(self) -> Iterator[Tile]:
-        """Yields size, speed and the metrics of the budgets."""
-        before, after = self.bytes_before, self.chosen.byte_size
-        yield Tile(label="size", value=size(after), before=size(before), note=change(before, after))
+    def head(self) -> Head:
+        """Returns size, speed, the metrics of the budgets, and the command that rewrites with the chosen recipe."""
+        before, after, command = self.bytes_before, self.chosen.byte_size, ""
+        tiles = [Tile("size", size(after), size(before), change(before, after))]
         if self.chosen.seconds:
             ms, old = (f"{seconds * 1e3:.3g} ms" for seconds in self.chosen.seconds)
-            note = change(self.chosen.seconds[1], self.chosen.seconds[0], faster=True)
-            yield Tile(label="speed", value=ms, before=old, note=note)
+            tiles.append(Tile("speed", ms, old, f"{self.chosen.speed:.2f} times as fast"))
         for budget in self.budgets:
             value = budget.value(self.chosen.scores[budget.metric.name])
-            yield Tile(label=budget.title, value=f"{value:.5g}", note=f"budget {budget}")
-
-    def command(self) -> str:
-        """Returns the command that rewrites with the chosen recipe, if that was written."""
-        if not self.output or not self.chosen.met:
-            return ""
-        recipe = shlex.quote(str(Path(self.output) / "recipe.yaml"))
-        return f"mxfp8-graph rewrite {shlex.quote(self.source)} --recipe {recipe}"
+            tiles.append(Tile(budget.title, f"{value:.5g}", note=f"budget {budget}"))
+        if self.output and self.chosen.met:
+            command = shlex.join(["mxfp8-graph", "rewrite", self.source, "--recipe", f"{self.output}/recipe.yaml"])
+        slower = self.chosen.seconds and self.chosen.speed < 1
+        verdict = "bad" if not self.chosen.met else "warning" if slower else "good"
+        return Head(verdict=verdict, tiles=tiles, command=command)
 
     def sections(self) -> Iterator[Section]:
         """Yields the plans, the facts and the recipe."""
