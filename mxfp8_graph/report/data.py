@@ -282,7 +282,7 @@ class RewriteReport(Report):
         kept = self.account.largest_kept
         large = [(t.name, shape_text(t.shape), t.dtype, byte_size(t.byte_size), t.reason) for t in kept]
         yield Section(title="Largest in high precision", columns=(("tensor", "shape", "dtype", "bytes", "why"), large))
-        yield Section(title="Sites", columns=site_table(self.sites), detail=True)
+        yield Section(title="Sites", columns=site_table(sorted(self.sites, key=_error)), detail=True)
         fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
         yield Section(title="Fused nodes", columns=(("kind", "node", "stands also for"), fused), detail=True)
         missed = [(each.node, each.reason) for each in self.unfused]
@@ -295,6 +295,12 @@ def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...
         groups.setdefault(site.decision.reason, []).append(site)
     # A terminal shows the first rows only, so the most frequent reasons come first.
     return {reason: tuple(group) for reason, group in sorted(groups.items(), key=lambda item: -len(item[1]))}
+
+
+def _error(site: SiteReport) -> float:
+    """Returns a number that sorts sites, the largest error first and those without one last."""
+    error = -1.0 if site.relative_l2 is None else site.relative_l2
+    return -math.inf if math.isnan(error) else -error
 
 
 def site_table(sites: Iterable[SiteReport]) -> Columns:

@@ -168,7 +168,8 @@ class VerifyReport(Measurement):
         facts += [("inputs", self.inputs), ("kernels", self.isa), *(("note", note) for note in self.notes)]
         yield Section(facts=facts)
         yield Section(title="Outputs against the original's", columns=self.table())
-        nodes = [(n.name, n.op, n.kernel, number(n.excess), "" if n.passed else "failed") for n in self.nodes]
+        worst = sorted(self.nodes, key=lambda node: (node.passed, -node.excess))
+        nodes = [(n.name, n.op, n.kernel, number(n.excess), "" if n.passed else "failed") for n in worst]
         header = ("node", "op", "kernel", "bounds, or values that differ", "")
         yield Section(title="Kernels against function bodies", columns=filled(header, nodes), detail=True)
 

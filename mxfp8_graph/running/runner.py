@@ -58,8 +58,10 @@ class RunReport(Report):
         notes = [("note", self.note)] if self.note else []
         yield Section(facts=[("inputs", self.inputs), ("kernels", self.isa), *notes])
         if self.nodes:
-            yield Section(title="Time by node type", picture=_times(self.nodes, lambda node: node.op))
-            yield Section(title="Time by kernel", picture=_times(self.nodes, _kernel))
+            yield Section(
+                title="Time by node type; blue: with our kernels", picture=_times(self.nodes, lambda node: node.op)
+            )
+            yield Section(title="Time by kernel; blue: ours", picture=_times(self.nodes, _kernel))
         title = f"Nodes: median of {len(self.timing.seconds)} further runs, with a profiler"
         yield Section(title=title, columns=_profile(self.nodes), bar="ms", folded=True)
         rows = [(output["name"], output["dtype"], shape_text(output["shape"])) for output in self.outputs]
@@ -70,7 +72,7 @@ class RunReport(Report):
         ms, command = [seconds * 1e3 for seconds in self.timing.seconds], ""
         tiles = [
             Tile("speed", f"{self.timing.median * 1e3:.3g} ms", note="a run, the median"),
-            Tile("range", f"{min(ms):.3g} to {max(ms):.3g} ms", note=f"of {len(ms)} runs after a warm-up"),
+            Tile("range, ms", f"{min(ms):.3g} to {max(ms):.3g}", note=f"of {len(ms)} runs after a warm-up"),
         ]
         if self.nodes:
             ours = sum(node.seconds for node in self.nodes if node.isa)
@@ -146,7 +148,7 @@ def open_runnable(model: Model, where: str = "{}", execution: Execution | None =
 
 
 def _kernel(node: NodeProfile) -> str:
-    return node.kernel or ("other kernels of mxfp8-graph" if node.isa else "of the framework")
+    return node.kernel or ("others of ours" if node.isa else "the framework's")
 
 
 def _times(nodes: Sequence[NodeProfile], key: Callable[[NodeProfile], str]) -> Bars:
