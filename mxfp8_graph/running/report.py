@@ -136,7 +136,8 @@ class VerifyReport(Measurement):
         if self.nodes:
             agree = sum(node.passed for node in self.nodes)
             tiles.append(Tile("kernels", f"{agree} of {len(self.nodes)}", note="agree with their nodes"))
-        command = f"mxfp8-graph run {shlex.quote(self.rewritten)} --profile" if Path(self.rewritten).suffix else ""
+        usable = self.passed and Path(self.rewritten).suffix
+        command = f"mxfp8-graph run {shlex.quote(self.rewritten)} --profile" if usable else ""
         verdict = "good" if self.passed else "bad" if self.failures else "warning"
         return Head(verdict=verdict, tiles=tiles, command=command)
 

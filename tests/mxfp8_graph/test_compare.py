@@ -235,7 +235,8 @@ def test_the_command_prints_a_table_and_writes_what_it_is_asked_for() -> None:
     assert lines[-1].startswith("Take mxfp8: ")
     assert any(line.split() == ["inputs", "x", "float32", "[4,", "64],", "from", "data.npz"] for line in lines)
     page = Path("page.html").read_text(encoding="utf-8")
-    assert "emulated" in page
+    assert "<pre>mxfp8-graph rewrite m.onnx --recipe mxfp8</pre>" in page
+    assert "<details><summary>Formats of other tools, emulated" in page
     assert "<dd>mxfp8-graph compare m.onnx --recipes mxfp8,nvfp4 --inputs data.npz" in page
     assert "http" not in page.replace("http-equiv", "")
     data = json.loads(Path("data.json").read_text(encoding="utf-8"))
