@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-TOOLS = ("fuzz/", "gpu_first.py", "run_on_gpu.py", "test_benchmarks.py")
+TOOLS = ("fuzz/", "gpu_first.py", "run_on_gpu.py", "test_benchmarks.py", "mxfp8_graph/test_pages_in_browser.py")
 OPS = "custom_ops/mxfp8_ops/"
 PROCESSES = (
     "mxfp8_graph/distributed/",
@@ -24,7 +24,7 @@ PROCESSES = (
 )
 
 TIERS = {
-    "test-tools": ("benchmarks/", ".ci/", *(f"tests/{name}" for name in TOOLS)),
+    "test-tools": ("benchmarks/", ".ci/", "mxfp8_graph/report/", *(f"tests/{name}" for name in TOOLS)),
     "test-processes": (*PROCESSES, f"{OPS}torch_ops/"),
     "samples": ("samples/", "mxfp8_graph/cli/"),
     "test-isas": (f"{OPS}src/cpu/", "tests/mxfp8_ops/", "custom_ops/CMakeLists.txt"),

@@ -74,7 +74,8 @@ def rewrite(
         example_inputs: arguments to export a module with: a sequence, or a mapping by name.
         dynamic_shapes: dynamic shapes of these arguments, as `torch.export.export` takes them. By default axis 0 of
             each tensor, the batch, is dynamic where the module allows it; a note of the report says where it does not.
-        output: file to write. Default: MODEL.mxfp8.onnx (or .pt2) next to a path, nothing for a model in memory.
+        output: file to write. Default: MODEL.mxfp8.onnx (or .pt2) next to a path, MODEL.mxint8.onnx for INT8 weights;
+            nothing for a model in memory.
         training: keep the weights as parameters and train them in MXFP8; programs and modules only. A program shares
             these parameters with its source: a conversion (`half()`) of one converts the other. In a packed program,
             gradients pass through the packed weights, which stay frozen, and everything else is trained. After the
@@ -136,7 +137,7 @@ def rewrite(
         copy_to = None if copy_to is None or is_any_of(copy_to, [Path(model)]) else copy_to
         model = Path(model)
         name = str(model)
-        output = output or model.parent / f"{model.stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
+        output = output or chosen.output_for(model, "pt2" if kind.is_program else "onnx")
     whole = Options(
         name=name,
         output=Path(output) if output else None,

@@ -17,7 +17,9 @@ from mxfp8_graph.policy import presets
 def rewrite(
     model: arg.ModelPath,
     *,
-    output: Annotated[Path | None, Option("-o", "--output", help="Default: MODEL.mxfp8.onnx, or .pt2.")] = None,
+    output: Annotated[
+        Path | None, Option("-o", "--output", help="Default: MODEL.mxfp8.onnx, MODEL.mxint8.onnx; .pt2.")
+    ] = None,
     recipe: Annotated[str, arg.recipe_option()] = presets.DEFAULT,
     settings: arg.Settings = None,
     exclude: Annotated[

@@ -19,7 +19,9 @@ _DIALECTS = [f"{name} ({DIALECTS[name].help})" for name in WRITTEN]
 def from_hf(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="Hugging Face folder: config.json, *.safetensors.")],
     *,
-    output: Annotated[Path | None, Option("-o", "--output", help="Default: FOLDER/model.mxfp8.onnx.")] = None,
+    output: Annotated[
+        Path | None, Option("-o", "--output", help="Default: FOLDER/model.mxfp8.onnx or .mxint8.onnx.")
+    ] = None,
     recipe: Annotated[
         str | None, arg.recipe_option("Default: mxfp8, or mxfp8-weight-only if the checkpoint quantizes weights only.")
     ] = None,

@@ -281,6 +281,10 @@ class Recipe(_Model, Kind):  # noqa: PLW1641 - pydantic hashes the fields
         later = {"min_channels"} if self.min_channels == type(self).model_fields["min_channels"].default else None
         return self.model_dump_json(exclude_none=True, exclude=later)
 
+    def output_for(self, model: Path, suffix: str) -> Path:
+        """Returns the default path of the rewritten model, named after the format of its weights: model.mxint8.onnx."""
+        return model.with_name(f"{model.stem}.{'mxint8' if self.weight_format == 'int8' else 'mxfp8'}.{suffix}")
+
     def to_yaml(self) -> str:
         """Returns the text of a recipe file with this recipe."""
         fields = self.model_dump(mode="json", exclude_defaults=True)

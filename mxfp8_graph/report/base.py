@@ -18,7 +18,7 @@ from rich.text import Text
 from mxfp8_graph.files import check_output, output
 from mxfp8_graph.naming import printable
 from mxfp8_graph.report import html
-from mxfp8_graph.report.section import Section, plain_text, render
+from mxfp8_graph.report.section import Head, Section, plain_text, render
 from mxfp8_ops.errors import Mxfp8Error
 
 
@@ -62,6 +62,10 @@ class Report(Data, ABC):
         """
         return ""
 
+    def head(self) -> Head:
+        """Returns the top of the page: verdict; size, speed and error as far as they are known; the next command."""
+        return Head()
+
     @abstractmethod
     def sections(self) -> Iterable[Section]:
         """Yields the sections of the page, the most important first; a terminal shows them in reverse."""
@@ -86,7 +90,7 @@ class Report(Data, ABC):
     def to_html(self) -> str:
         """Returns one self-contained page: it fetches nothing, and shows everything without its script."""
         files = (getattr(self, name) for name in self.FILES)
-        return html.page(self._title(), self.answer(), self.sections(), filter(None, files))
+        return html.page(self._title(), self.answer(), self.head(), self.sections(), filter(None, files))
 
     def to_json(self) -> str:
         """Returns `to_dict` as JSON."""

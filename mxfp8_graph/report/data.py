@@ -15,7 +15,7 @@ from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.policy.plan import NOUNS, Decision, noun_of
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Columns, Section, byte_size, filled, number, shape_text
+from mxfp8_graph.report.section import Columns, Head, Section, Tile, byte_size, change, filled, number, shape_text
 from mxfp8_ops.formats import element_format
 
 SCHEMA: Final = 2
@@ -243,10 +243,30 @@ class RewriteReport(Report):
             sizes = f"{size(self.account.bytes_before)} to {size(self.account.bytes_after)}"
             return f"Would rewrite {what}: tensors of {sizes}; nothing is written."
         text = f"Rewrote {what}: {size(self.bytes_before)} to {size(self.bytes_after or 0)}"
+        return f"{text}; check it with `{command}`." if (command := self._check()) else f"{text}."
+
+    def _check(self) -> str:
+        """Returns the command that checks the result; "" if it is not a file."""
         source = Path(self.source)
-        if self.output and source.suffix and not source.is_dir():  # no model in memory, no folder of from_hf
-            text += f"; check it with `mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}`"
-        return f"{text}."
+        if self.output is None or not source.suffix or source.is_dir():  # a model in memory, or a folder of from_hf
+            return ""
+        return f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
+
+    def head(self) -> Head:
+        """Returns the size, the number of rewritten sites, the error of the weights, and the command that checks it."""
+        before, after, what = self.bytes_before, self.bytes_after, "size"
+        if after is None:
+            before, after, what = self.account.bytes_before, self.account.bytes_after, "tensors"
+        tiles = [Tile(what, size(after), size(before), change(before, after))]
+        if self.sites:
+            first, *others = self._counts().split(" and ")
+            count, _, noun = first.rpartition(" ")
+            tiles.append(Tile("rewritten", count, note=", ".join([noun, *others])))
+        if error := self.weight_error:
+            note = f"relative L2, worst {error.worst:.3g}"
+            tiles.append(Tile("error of the weights", f"{error.mean:.3g}", note=note))
+        good = self.rewritten and not self.advice
+        return Head(verdict="good" if good else "warning", tiles=tiles, command=self._check())
 
     def _counts(self) -> str:
         """Returns the numbers of rewritten sites of each kind: "5 of 6 matmuls and 0 of 1 embeddings"."""
@@ -277,7 +297,7 @@ class RewriteReport(Report):
         kept = self.account.largest_kept
         large = [(t.name, shape_text(t.shape), t.dtype, byte_size(t.byte_size), t.reason) for t in kept]
         yield Section(title="Largest in high precision", columns=(("tensor", "shape", "dtype", "bytes", "why"), large))
-        yield Section(title="Sites", columns=site_table(self.sites), detail=True)
+        yield Section(title="Sites", columns=site_table(sorted(self.sites, key=_error)), detail=True)
         fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
         yield Section(title="Fused nodes", columns=(("kind", "node", "stands also for"), fused), detail=True)
         missed = [(each.node, each.reason) for each in self.unfused]
@@ -290,6 +310,12 @@ def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...
         groups.setdefault(site.decision.reason, []).append(site)
     # A terminal shows the first rows only, so the most frequent reasons come first.
     return {reason: tuple(group) for reason, group in sorted(groups.items(), key=lambda item: -len(item[1]))}
+
+
+def _error(site: SiteReport) -> float:
+    """Returns a number that sorts sites, the largest error first and those without one last."""
+    error = -1.0 if site.relative_l2 is None else site.relative_l2
+    return -math.inf if math.isnan(error) else -error
 
 
 def site_table(sites: Iterable[SiteReport]) -> Columns:

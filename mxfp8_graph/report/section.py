@@ -1,17 +1,18 @@
-"""The sections of a report: tables, facts and texts to copy; and their form on a terminal. `html.py` makes a page.
+"""The parts of a report: tiles, tables, facts, texts to copy and pictures; and their form on a terminal.
 
-A result lists its sections with the most important one first. A page shows them in this order. A terminal shows them in
-reverse, because its last lines are in view.
+A result lists its sections with the most important one first. A page (`html.py`) shows them in this order. A terminal
+shows them in reverse, because its last lines are in view.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -20,6 +21,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mxfp8_graph.naming import printable
+from mxfp8_graph.report.bars import Bars, Depths
+from mxfp8_graph.report.scatter import Scatter
 
 Cell = str | tuple[str, float]
 """Text, or (text, its number)."""
@@ -35,8 +38,30 @@ STYLES: Final = {
 
 WIDTH: Final = 100
 """Width in columns of a text that goes to a file or a pipe."""
-_LEAST, _SHORT = 9, 20
-"""Least width of a title or cell that folds; greatest width of a cell that does not fold."""
+_LEAST, _SHORT, _WORD = 9, 20, 44
+"""Least width of a title that folds; greatest width of a cell that does not fold, and of a part that stays whole."""
+FOLDS: Final = re.compile(r"(?<=[./_])(?=\w)")
+"""The places where a long name may fold."""
+
+
+class Tile(NamedTuple):
+    """A number at the top of a page: size, speed or error; `before` is the original's."""
+
+    label: str
+    value: str
+    before: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The top of a page, below the answer."""
+
+    verdict: str = ""
+    """The color of the answer: "good", "warning", "bad", or "" for none."""
+    tiles: Sequence[Tile] = ()
+    command: str = ""
+    """The next command, to copy; "" without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +69,12 @@ class Section:
     """A table, facts or a text; empty parts are left out.
 
     A comparison: `Section(columns=(("recipe", "relative L2", "ms"), rows), bar="relative L2",
-    scatter=("ms", "relative L2"), best=2)`, where a row is `("mxint8", number(.0041), number(1.5))`. Cells "met" and
-    "missed" are green and red, see `STYLES`.
+    scatter=Scatter(across="ms", up="relative L2"), best=2)`, where a row is `("mxint8", number(.0041), number(1.5))`.
+    Cells "met" and "missed" are green and red, see `STYLES`.
     """
 
     title: str = ""
-    """Heading on a page; a terminal shows it only above a text."""
+    """Heading."""
     facts: Sequence[tuple[str, str]] = ()
     """(label, value) pairs."""
     text: str = ""
@@ -60,12 +85,15 @@ class Section:
     """The recommended row of `columns`: it comes first, in bold."""
     bar: str = ""
     """Title of a column whose cells have bars on a page."""
-    scatter: tuple[str, str] | None = None
-    """Titles of two columns, across and up: a page draws a point with a name for each row that has both numbers."""
+    scatter: Scatter | None = None
+    """Chart of `columns` on a page."""
+    picture: Bars | Depths | None = None
     most: int | None = None
     """Number of rows that a terminal shows without --verbose; None shows all."""
     detail: bool = False
-    """Whether a terminal shows the section only with --verbose."""
+    """Whether a terminal shows the section only with --verbose, and a page folds it."""
+    folded: bool = False
+    """Whether a page folds it, though a terminal shows it."""
 
     @property
     def rows(self) -> list[tuple[Cell, ...]]:
@@ -90,6 +118,13 @@ def cell_text(cell: Cell) -> str:
     return cell if isinstance(cell, str) else cell[0]
 
 
+def change(before: float, after: float, *, faster: bool = False) -> str:
+    """Returns the ratio of two sizes, or with `faster` of two times, in words; "" if there is none."""
+    if not (before > 0 and after > 0):
+        return ""
+    return f"{before / after:.2f} times as fast" if faster else f"{after / before:.0%} of the size"
+
+
 def shape_text(shape: Sequence[int]) -> str:
     """Returns the shape of an array as text: 2 x 16."""
     return " x ".join(map(str, shape)) or "scalar"
@@ -106,6 +141,9 @@ def render(sections: Iterable[Section], answer: str, *, every: bool) -> Group:
     parts: list[RenderableType] = []
     for section in reversed([section for section in sections if every or not section.detail]):
         shown = section.rows if every else section.rows[: section.most]
+        if section.title and (shown or section.facts):
+            parts += [""] * bool(parts and parts[-1] != "")
+            parts.append(Text(printable(section.title), "bold underline"))
         if shown:
             parts.append(table(section.columns[0], shown, best=section.best is not None))
             if others := len(section.rows) - len(shown):
@@ -136,7 +174,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool =
     Columns that do not fit into the width come below the others, again next to the names of the rows.
     """
     columns = [_column(*each) for each in zip(header, zip(*rows, strict=True), strict=True)]
-    needs = [(column.width or column.min_width or 0) + 2 for column in columns]
+    needs = [(column.min_width or 0) + 2 for column in columns]
     # Column 0, the names of the rows, begins every group.
     groups = [[0]]
     for index in range(1, len(columns)):
@@ -145,23 +183,55 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool =
         groups[-1].append(index)
     tables = []
     for group in groups:
-        shown = (columns[index].copy() for index in group)
+        shown = [columns[index].copy() for index in group]
+        _widen(shown)
         tables.append(Table(*shown, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold"))
         for number, row in enumerate(rows):
             texts = [printable(cell_text(row[index])) for index in group]
+            texts = [_folded(each, column.width or 0) for each, column in zip(texts, shown, strict=True)]
             cells = (Text(each, STYLES.get(each, "")) for each in texts)
             tables[-1].add_row(*cells, style="bold" * (best and number == 0))
     return Group(*tables)
 
 
+def _widen(columns: Sequence[Column]) -> None:
+    """Sets the widths of columns: what their cells need, then what their titles need, as far as there is room."""
+    widths = [column.min_width or 0 for column in columns]
+    room = WIDTH + 2 - sum(width + 2 for width in widths)
+    for wanted in ([column.max_width or 0 for column in columns], [len(str(column.header)) for column in columns]):
+        more = [max(most - width, 0) for most, width in zip(wanted, widths, strict=True)]
+        # Those that need little come first, so that names and reasons share what they leave.
+        for done, i in enumerate(sorted(range(len(columns)), key=more.__getitem__)):
+            widths[i] += (step := min(more[i], room // (len(columns) - done)))
+            room -= step
+    for column, width in zip(columns, widths, strict=True):
+        column.width = width
+
+
 def _column(title: str, cells: Sequence[Cell]) -> Column:
-    """Returns a column without its cells. Short cells never fold, and titles fold between words."""
+    """Returns a column without its cells, with its least and its greatest width. Short cells and words stay whole."""
     title, numbers = printable(title), any(isinstance(cell, tuple) for cell in cells)
     widest = max(cell_len(printable(cell_text(cell))) for cell in cells)
-    least = max(min(widest, _LEAST), min(len(title), _LEAST), *map(len, title.split()), 0)
-    # Columns of names and reasons get the room that is left.
-    width = max(widest, least) if widest <= _SHORT else None
-    return Column(Text(title), justify="right" if numbers else "left", overflow="fold", width=width, min_width=least)
+    words = (
+        cell_len(part) for cell in cells for word in printable(cell_text(cell)).split() for part in FOLDS.split(word)
+    )
+    least = max(min(max(words, default=0), _WORD), min(len(title), _LEAST), *map(len, title.split()), 0)
+    least = max(widest, least) if widest <= _SHORT else least
+    justify: Literal["left", "right"] = "right" if numbers else "left"
+    return Column(Text(title), justify=justify, overflow="fold", min_width=least, max_width=widest)
+
+
+def _folded(text: str, width: int) -> str:
+    """Returns `text` with each name wider than `width` in lines, which end at a dot, a slash or an underscore."""
+
+    def lines(name: re.Match[str]) -> str:
+        folded = [""]
+        for part in FOLDS.split(name[0]):
+            folded += [""] * (folded[-1] != "" and cell_len(folded[-1] + part) > width)
+            folded[-1] += part
+        return "\n".join(folded)
+
+    return re.sub(r"\S+", lines, text)
 
 
 def plain_text(result: RenderableType) -> str:

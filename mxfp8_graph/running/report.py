@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Columns, Section, filled, number, shape_text
+from mxfp8_graph.report.section import Columns, Head, Section, Tile, filled, number, shape_text
 from mxfp8_graph.running.compare import Difference
 from mxfp8_graph.running.node_check import NodeCheck
 
@@ -150,6 +152,23 @@ class VerifyReport(Measurement):
         usual = f"; of {self.plausible.formats} at most {self.plausible.typical:g} is typical" if known else ""
         return f"Passed: {agree}the relative L2 of {name} is {error:.3g}, limit {limit:g}{usual}."
 
+    def head(self) -> Head:
+        """Returns the verdict, error, cosine and kernels, and the command that times the result."""
+        tiles = []
+        if self.outputs:
+            limits = {output.limit for output in self.outputs if output.limit is not None}
+            note = f"relative L2, limit {max(limits):g}" if len(limits) == 1 else "relative L2"
+            cosine = min(output.rewritten.cosine for output in self.outputs)
+            tiles.append(Tile("error", f"{self.worst_relative_l2:.3g}", note=note))
+            tiles.append(Tile("cosine", f"{cosine:.5f}", note="of the worst output"))
+        if self.nodes:
+            agree = sum(node.passed for node in self.nodes)
+            tiles.append(Tile("kernels", f"{agree} of {len(self.nodes)}", note="agree with their nodes"))
+        usable = self.passed and Path(self.rewritten).suffix
+        command = f"mxfp8-graph run {shlex.quote(self.rewritten)} --profile" if usable else ""
+        verdict = "good" if self.passed else "bad" if self.failures else "warning"
+        return Head(verdict=verdict, tiles=tiles, command=command)
+
     @property
     def worst_relative_l2(self) -> float:
         """The largest relative L2 error of an output against the original's; NaN if one could not be compared."""
@@ -176,7 +195,8 @@ class VerifyReport(Measurement):
         facts += [("inputs", self.inputs), ("kernels", self.isa), *(("note", note) for note in self.notes)]
         yield Section(facts=facts)
         yield Section(title="Outputs against the original's", columns=self.table())
-        nodes = [(n.name, n.op, n.kernel, number(n.excess), "" if n.passed else "failed") for n in self.nodes]
+        worst = sorted(self.nodes, key=lambda node: (node.passed, -node.excess))
+        nodes = [(n.name, n.op, n.kernel, number(n.excess), "" if n.passed else "failed") for n in worst]
         header = ("node", "op", "kernel", "bounds, or values that differ", "")
         yield Section(title="Kernels against function bodies", columns=filled(header, nodes), detail=True)
         # Beside the error of the rewrite it would look like a defect.

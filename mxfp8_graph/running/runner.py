@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mxfp8_graph.models import Kind, kind_of
@@ -12,8 +14,9 @@ from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.options import Unpack, check_options
 from mxfp8_graph.policy import presets
+from mxfp8_graph.report.bars import Bars
 from mxfp8_graph.report.base import Report
-from mxfp8_graph.report.section import Columns, Section, number, shape_text
+from mxfp8_graph.report.section import Columns, Head, Section, Tile, number, shape_text
 from mxfp8_graph.running.inputs import Signature, describe
 from mxfp8_graph.running.profile import NodeProfile
 from mxfp8_graph.running.samples import SampleOptions, make_samples
@@ -54,10 +57,30 @@ class RunReport(Report):
         """Yields the inputs and kernels, the time of each node, and the outputs."""
         notes = [("note", self.note)] if self.note else []
         yield Section(facts=[("inputs", self.inputs), ("kernels", self.isa), *notes])
+        if self.nodes:
+            yield Section(
+                title="Time by node type; blue: with our kernels", picture=_times(self.nodes, lambda node: node.op)
+            )
+            yield Section(title="Time by kernel; blue: ours", picture=_times(self.nodes, _kernel))
         title = f"Nodes: median of {len(self.timing.seconds)} further runs, with a profiler"
-        yield Section(title=title, columns=_profile(self.nodes), bar="ms")
+        yield Section(title=title, columns=_profile(self.nodes), bar="ms", folded=True)
         rows = [(output["name"], output["dtype"], shape_text(output["shape"])) for output in self.outputs]
         yield Section(title="Outputs", columns=(("output", "dtype", "shape"), rows))
+
+    def head(self) -> Head:
+        """Returns the time, its range and the share of our kernels, or the command that profiles them."""
+        ms, command = [seconds * 1e3 for seconds in self.timing.seconds], ""
+        tiles = [
+            Tile("speed", f"{self.timing.median * 1e3:.3g} ms", note="a run, the median"),
+            Tile("range, ms", f"{min(ms):.3g} to {max(ms):.3g}", note=f"of {len(ms)} runs after a warm-up"),
+        ]
+        if self.nodes:
+            ours = sum(node.seconds for node in self.nodes if node.isa)
+            share = ours / (sum(node.seconds for node in self.nodes) or 1.0)
+            tiles.append(Tile("our kernels", f"{share:.0%}", note="of the time of all nodes"))
+        elif Path(self.model).suffix:
+            command = f"mxfp8-graph run {shlex.quote(self.model)} --profile"
+        return Head(tiles=tiles, command=command)
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
@@ -122,6 +145,19 @@ def open_runnable(model: Model, where: str = "{}", execution: Execution | None =
     if any(node.op_type == contract.CONV.name for node in loaded.graph.all_nodes()):
         session.note = "; ".join(filter(None, (session.note, presets.convolution_advice(cpu.isa()))))
     return signature, session
+
+
+def _kernel(node: NodeProfile) -> str:
+    return node.kernel or ("others of ours" if node.isa else "the framework's")
+
+
+def _times(nodes: Sequence[NodeProfile], key: Callable[[NodeProfile], str]) -> Bars:
+    """Returns bars of the times of groups of nodes; those with our kernels are highlighted."""
+    groups: dict[str, list[NodeProfile]] = defaultdict(list)
+    for node in nodes:
+        groups[key(node)].append(node)
+    rows = [(name, sum(n.seconds for n in some) * 1e3, any(n.isa for n in some)) for name, some in groups.items()]
+    return Bars(unit="ms", rows=rows)
 
 
 def _profile(nodes: Sequence[NodeProfile]) -> Columns:

@@ -278,7 +278,7 @@ def test_the_command_prints_the_ranking_and_the_lines_to_paste() -> None:
     assert r"- ^layers\.3\.linear$" in lines
     assert "synthesised" in result.stdout
     page = Path("a.html").read_text()
-    for part in ("Sites, the one that does most damage first", 'style="background: linear-gradient(', "<pre"):
+    for part in ("Sites, the one that does most damage first", 'style="--part: ', "<pre"):
         assert part in page
     assert "http" not in page.replace("http-equiv", "")
     data = json.loads(Path("a.json").read_text())

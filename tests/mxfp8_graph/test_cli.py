@@ -75,7 +75,7 @@ def test_verify_on_several_samples(pair: tuple[str, str]) -> None:
 def test_run(pair: tuple[str, str]) -> None:
     result = run("run", pair[1], "--repeat", "3", "--dim", "batch=4")
     lines = result.stdout.splitlines()
-    assert (result.exit_code, lines[1].split()) == (0, ["y", "float32", "4", "x", "64"])
+    assert (result.exit_code, lines[2].split()) == (0, ["y", "float32", "4", "x", "64"])
     assert f"kernels  {cpu.isa()}" in lines
     assert lines[-1].startswith("A run takes ")
     assert lines[-1].endswith(" ms, 3 runs after a warm-up).")

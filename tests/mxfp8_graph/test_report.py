@@ -21,7 +21,7 @@ from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.base import Report
 from mxfp8_graph.report.data import Account, RewriteReport, SiteReport
-from mxfp8_graph.report.scatter import svg
+from mxfp8_graph.report.scatter import Scatter
 from mxfp8_graph.report.section import WIDTH, Section, number, plain_text
 from mxfp8_ops import system
 
@@ -182,7 +182,10 @@ def test_the_page(tmp_path: Path) -> None:
 
 def test_the_page_runs_its_own_script_alone() -> None:
     text = REPORT.to_html()
-    assert f'<p class="answer">{ANSWER}</p>' in text
+    said = ANSWER.replace("`mxfp8-graph verify m.onnx m.mxfp8.onnx`", "the command below")
+    assert f'<p class="answer good">{said}</p>' in text
+    assert "<pre>mxfp8-graph verify m.onnx m.mxfp8.onnx</pre>" in text
+    assert "<span>40.0 kB &rarr;</span><b>10.0 kB</b><span>25% of the size</span>" in text
     assert Page(text).tags.isdisjoint({"link", "img", "iframe"})
     script = text.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -210,16 +213,21 @@ def shown(*sections: Section, every: bool = False) -> tuple[list[str], str]:
 
 
 TABLE = Section(
-    columns=(("recipe", "ms"), [(f"r{n}", number(n)) for n in range(5)]), best=3, bar="ms", most=2, scatter=("ms", "ms")
+    title="Times",
+    columns=(("recipe", "ms"), [(f"r{n}", number(n)) for n in range(5)]),
+    best=3,
+    bar="ms",
+    most=2,
+    scatter=Scatter(across="ms", up="ms", reference="r4"),
 )
 
 
 def test_sections_on_a_terminal() -> None:
-    table, detail = ["recipe  ms", "r3       3", "r0       0"], Section(facts=[("a", "b")], detail=True)
+    table, detail = ["Times", "recipe  ms", "r3       3", "r0       0"], Section(facts=[("a", "b")], detail=True)
     more = "... and 3 more; --verbose and --json have all"
     assert shown(Section(facts=[("c", "d")]), TABLE, detail)[0] == [*table, more, "", "c  d"]
     rest = ["r1       1", "r2       2", "r4       4"]
-    assert shown(TABLE, detail, every=True)[0] == ["a  b", *table, *rest]
+    assert shown(TABLE, detail, every=True)[0] == ["a  b", "", *table, *rest]
     assert "/a" * 80 in shown(Section(facts=[("path", "/a" * 80)]))[0][1], "a path stays whole"
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     with console.capture() as capture:
@@ -243,24 +251,31 @@ def test_a_page_has_bars_a_chart_and_the_best_row_first() -> None:
     _, page = shown(TABLE, Section(title="nothing"), Section(columns=(("budget",), [("met",), ("missed",)])))
     assert '<td class="short green">met</td>' in page
     assert '<td class="short red">missed</td>' in page
-    first = '<tr class="best"><td class="short">r3</td><td class="number" data-sort="3.0" style="background: linear-'
-    assert f"{first}gradient(to right, var(--bar) 75.0%" in page.split("<tbody>")[1]
+    first = '<tr class="best"><td class="short">r3</td><td class="number bar" data-sort="3.0" style="--part: 75.0%">'
+    assert first in page.split("<tbody>")[1]
     assert page.count("<circle") == 5
-    assert "<circle" not in shown(replace(TABLE, scatter=("ms", "gone")))[1]
-    assert page.count('<circle class="best"') == 1
+    assert "<circle" not in shown(replace(TABLE, scatter=Scatter(across="ms", up="gone")))[1]
+    assert (page.count('<circle class="best"'), page.count('<circle class="reference"')) == (1, 1)
+    assert "<details><summary>Times" in shown(replace(TABLE, folded=True))[1]
     assert "nothing" not in page
 
 
 @looped("numbers, places", [((1.0, 2.0), 2), ((0.0, 0.0, 0.0), 3), ((5.0,) * 19, 19)])
 def test_labels_of_a_chart_are_apart(numbers: tuple[float, ...], places: int) -> None:
-    text = svg(
-        [(f"<{n} is as long as a name", 1.0, value) for n, value in enumerate(numbers)],
-        ("x", "y"),
-        "<1 is as long as a name",
-    )
-    tops = sorted(float(line.split('y="')[1].split('"')[0]) for line in text.splitlines() if ">&lt;" in line)
+    points = [(f"<{n} is as long as a name", 1.0, value) for n, value in enumerate(numbers)]
+    text = Scatter(across="x", up="y").svg(points, "<1 is as long as a name")
+    labels = [line for line in text.splitlines() if line.startswith("<text") and ">&lt;" in line]
+    tops = sorted(float(line.split('y="')[1].split('"')[0]) for line in labels)
     assert len(tops) == places
     assert text.count('text-anchor="end">&lt;') + text.count('text-anchor="end" class="best">&lt;') == places
     assert min(np.diff(tops)) >= 14
     assert tops[0] > 10
-    assert tops[-1] < 340
+    assert tops[-1] < 360
+
+
+def test_the_pareto_line_of_a_chart_and_a_label_without_room() -> None:
+    points = [("a", 1.0, 4.0), ("b", 2.0, 2.0), ("c", 3.0, 3.0), ("d", 4.0, 0.0)]
+    for higher, count in ((False, 3), (True, 1)):
+        line = Scatter(across="ms", up="error", higher_is_better=higher).svg(points).split('class="pareto" d="M')[1]
+        assert line.split('"')[0].count("L") + 1 == count
+    assert "<text" not in Scatter(across="x", up="y").svg([("long" * 99, 1.0, 1.0)]).split("<circle")[1]

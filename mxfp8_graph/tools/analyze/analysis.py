@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from mxfp8_graph.policy.plan import MatMulSite, counted
+from mxfp8_graph.report.bars import Depths
 from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.report.section import Columns, Section, filled, number
+from mxfp8_graph.report.section import Columns, Head, Section, Tile, filled, number
 from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.analyze.input_statistics import InputStatistics
 from mxfp8_graph.tools.metrics import RELATIVE_L2, Metric, Score
@@ -140,8 +141,36 @@ class Analysis(Measurement):
         worst = f"the worst {chosen} of {count}, {self.exclusion.share:.1%} of the weights"
         return f"Exclude {worst}, first {self.sites[0].label}: {title} {after:.3g} instead of {before:.3g}."
 
+    def head(self) -> Head:
+        """Returns the error without and with the exclusion, and what that keeps."""
+        title, name = self.metric.shown_title, self.metric.name
+        before = f"{self.metric.shown(self.everything[name].mean):.3g}"
+        if self.exclusion is None:
+            tiles = [Tile("error", before, note=f"{title}, everything rewritten")]
+        else:
+            after = f"{self.metric.shown(self.exclusion.scores[name].mean):.3g}"
+            tiles = [Tile("error", after, before, f"{title}, after exclusion")]
+            kept = f"{len(self.exclusion.sites)} of {len(self.sites)}"
+            tiles.append(Tile("excluded", kept, note=f"{self.exclusion.share:.0%} of the weights"))
+        if self.sites:
+            worst = f"{self.metric.shown(self.sites[0].alone[name].mean):.3g}"
+            tiles.append(Tile("the worst alone", worst, note=self.sites[0].label))
+        return Head(verdict="warning" if self.exclusion else "good", tiles=tiles)
+
+    def _depths(self) -> Depths | None:
+        """Returns the errors of single sites in the order of the graph; None without a finite one."""
+        excluded = self.exclusion.sites if self.exclusion else ()
+        columns = []
+        for each in sorted(self.sites, key=lambda each: each.depth):
+            site, value = each.site.decision.site, each.alone[self.metric.name].mean
+            if math.isfinite(shown := self.metric.shown(value)):
+                columns.append((layer_of(site), each.label, shown, site.name in excluded))
+        return Depths(title=f"alone, {self.metric.shown_title}", columns=columns) if columns else None
+
     def sections(self) -> Iterator[Section]:
         """Yields the lines to paste, the facts, the ranking and the layers."""
+        marked = "; blue: excluded" if self.exclusion else ""
+        yield Section(title=f"Error of each site alone, by depth{marked}", picture=self._depths())
         if self.exclusion is not None:
             yield Section(title="To paste into a recipe file", text=self.exclusion.yaml)
         yield Section(facts=self.facts())
@@ -153,6 +182,7 @@ class Analysis(Measurement):
             columns=(header[named:], [row[named:] for row in sites]),
             bar=f"alone, {self.metric.shown_title}",
             most=SHOWN,
+            folded=True,
         )
         if len(self.layers) > 1:
             rows = [

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+import yaml
 from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report.base import Data
-from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled, number
+from mxfp8_graph.report.scatter import Scatter
+from mxfp8_graph.report.section import Cell, Columns, Head, Section, Tile, byte_size, change, filled, number
 from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.metrics import Metric, Score
 from mxfp8_graph.tools.trials import Latency
@@ -20,7 +24,7 @@ _SAME_SIZE: Final = 1.01
 """Ratio of two sizes within which they count as equal."""
 
 LEGEND: Final = (
-    ("real", "the rewritten model, in ONNX Runtime with our kernels; its size is the size of the files"),
+    ("recipes", "the rewritten model, in ONNX Runtime with our kernels; its size is the size of the files"),
     (
         "emulated",
         "values are rounded to the format and multiplied in float32, so there is no latency; its size is what the "
@@ -78,6 +82,11 @@ class Row(Data):
         """The same as a number that grows with the error."""
         return self.scores[0].metric.badness(self.scores[0].mean) if self.scores else math.inf
 
+    @property
+    def is_preset(self) -> bool:
+        """Whether the recipe is a preset without other settings, which `rewrite --recipe` takes by name."""
+        return self.name in presets.PRESETS and yaml.safe_load(self.recipe).get("name") == self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Measurement):
@@ -107,35 +116,46 @@ class Comparison(Measurement):
             *((f"{row.name}:", row.problem) for row in self.rows if row.problem),
         ]
 
-    def table(self) -> Columns:
-        """Returns (header, a row per recipe), without columns that are empty."""
+    def table(self, *, emulated: bool = False) -> Columns:
+        """Returns (header, a row per recipe or emulated format), the best first, without columns that are empty."""
         several = len(self.sample_names) > 1
         scores = [m.shown_title for m in self.metrics]
         header = [part for s in scores for part in ((f"{s}: mean", "worst") if several else (s,))]
-        ends = ("weight SQNR, dB", "model", "latency, ms", "matmuls")
-        return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
+        rows = [row for row in self.rows if row.emulated == emulated]
+        choice = self.recommendation()
+        errors = {row.name: row.scores[0].metric.badness(row.scores[0].mean) for row in rows if row.scores}
+        rows.sort(key=lambda row: (row is not choice, row is not self.rows[0], errors.get(row.name, math.inf)))
+        titles = ("recipe", "size", "latency, ms", *header, "weight SQNR, dB", "matmuls")
+        return filled(titles, [self._cells(row, several=several) for row in rows])
 
     def _cells(self, row: Row, *, several: bool) -> tuple[Cell, ...]:
         values = [(score.metric, value) for score in row.scores for value in (score.mean, score.worst)[: 1 + several]]
         scores = ["NaN or Inf" if math.isnan(value) else number(m.shown(value), ".3g") for m, value in values]
+        if row is self.rows[0]:
+            best = [(metric, metric.best) for metric in self.metrics for _ in range(1 + several)]
+            scores = [number(value if value is None else m.shown(value), ".3g") for m, value in best]
         return (
             row.name,
-            "emulated" if row.emulated else "real",
-            *(scores or [""] * (1 + several) * len(self.metrics)),
-            number(row.weight_sqnr, ".2f"),
             byte_size(row.byte_size),
             number(row.seconds and row.seconds * 1e3, ".2f"),
+            *(scores or [""] * (1 + several) * len(self.metrics)),
+            number(row.weight_sqnr, ".2f"),
             # A column with one number says nothing, and `filled` drops it.
             "" if len({row.sites for row in self.rows if row.sites}) == 1 else number(row.sites, "d"),
         )
 
     def sections(self) -> Iterator[Section]:
-        """Yields the table of recipes, the facts, the words, and the recommended recipe."""
+        """Yields the recipes, the facts, the emulated formats, the words, and the recommended recipe."""
         errors = f"{self.metrics[0].shown_title}{': mean' * (len(self.sample_names) > 1)}"
         choice = self.recommendation()
-        best = self.rows.index(choice) if choice else None
-        yield Section(title="Recipes", columns=self.table(), best=best, bar=errors, scatter=("latency, ms", errors))
+        metric = self.metrics[0]
+        higher = metric.higher_is_better and metric.shown_title == metric.title  # a cosine is shown as 1-cosine
+        chart = Scatter(across="latency, ms", up=errors, higher_is_better=higher, reference=self.rows[0].name)
+        columns = self.table()
+        yield Section(title="Recipes", columns=columns, best=0 if choice else None, bar=errors, scatter=chart)
         yield Section(facts=self.facts())
+        columns = self.table(emulated=True)
+        yield Section(title="Formats of other tools, emulated", columns=columns, bar=errors, folded=True)
         explained = [(row.name, row.what) for row in self.rows if row.what]
         yield Section(title="What the words mean", facts=[*explained, *LEGEND], detail=True)
         if choice:
@@ -166,6 +186,23 @@ class Comparison(Measurement):
         good = [row for row in small if row.badness <= least + (presets.SAME - 1) * abs(least)]
         usual = next((row for row in good if row.name == presets.most_accurate(self.isa)), None)
         return usual or min(good, key=lambda row: row.latency.seconds if row.latency else math.inf)
+
+    def head(self) -> Head:
+        """Returns size, speed and error of the recommended recipe, and the command that rewrites with it."""
+        if (choice := self.recommendation()) is None:
+            return Head(verdict="bad")
+        original, speed = self.rows[0], self._speed(choice)
+        before, after = original.byte_size or 0, choice.byte_size or 0
+        old_ms, ms = (1e3 * (row.seconds or math.nan) for row in (original, choice))
+        command, verdict = "", "warning" if speed < 1 else "good"
+        if choice.is_preset and Path(self.model).suffix:  # else the recipe is at the end of the page
+            command = shlex.join(["mxfp8-graph", "rewrite", self.model, "--recipe", choice.name])
+        tiles = (
+            Tile("size", size(after), size(before), change(before, after)),
+            Tile("speed", f"{ms:.3g} ms", f"{old_ms:.3g} ms", change(old_ms, ms, faster=True)),
+            Tile("error", f"{choice.error:.3g}", note=f"{self.metrics[0].shown_title}, of {choice.name}"),
+        )
+        return Head(verdict=verdict, tiles=tiles, command=command)
 
     def answer(self) -> str:
         """Returns the fastest recipe and the most accurate one of its size, with their speeds and errors."""

@@ -52,7 +52,7 @@ def from_hf(
 
     Args:
         folder: a folder with config.json and model.safetensors, or model.safetensors.index.json and its shards.
-        output: file to write. Default: FOLDER/model.mxfp8.onnx.
+        output: file to write. Default: FOLDER/model.mxfp8.onnx, or model.mxint8.onnx.
         recipe: sets activations and fusion, as in `rewrite`. Default: "mxfp8-weight-only" for a checkpoint
             with unquantized activations, else "mxfp8"; for INT8 elements "mxint8-weight-only" or "mxint8".
         settings: fields to set in the recipe: "fuse=false"; see `Recipe.setting`.
@@ -79,7 +79,7 @@ def from_hf(
     checkpoint = open_checkpoint(folder)
     checkpoint.require_mxfp8()
     chosen = load_recipe(_recipe_for(config, checkpoint, folder) if recipe is None else recipe).setting(settings)
-    target = Path(output) if output else folder / "model.mxfp8.onnx"
+    target = Path(output) if output else chosen.output_for(folder / "model", "onnx")
     files = checkpoint.files | {folder / "config.json"}
     weights = CheckpointWeights(where=str(folder), weights=checkpoint.weights, replaces_all=True, files=files)
     # Before the export, which takes minutes: the output must not replace a file of the checkpoint.

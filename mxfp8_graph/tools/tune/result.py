@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.base import Data
-from mxfp8_graph.report.section import Columns, Section, byte_size, filled, number
+from mxfp8_graph.report.scatter import Scatter
+from mxfp8_graph.report.section import Columns, Head, Section, Tile, byte_size, change, filled, number
 from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.metrics import Score
 from mxfp8_graph.tools.trials import Latency
 from mxfp8_graph.tools.tune.budget import Budget
 from mxfp8_graph.tools.tune.plans import NAMES, Plan
 from mxfp8_ops.errors import Mxfp8Error
+
+ORIGINAL: Final = "original"
+"""Name of the row of the original."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +130,28 @@ class Tuning(Measurement):
         met = f"{self.reached} meets {bounds}"
         return f"Take {where} ({self.chosen.what}{same}): {met}, {ratio:.2f} times smaller{fast}."
 
+    def head(self) -> Head:
+        """Returns size, speed, the metrics of the budgets, and the command that rewrites with the chosen recipe."""
+        before, after, command = self.bytes_before, self.chosen.byte_size, ""
+        tiles = [Tile("size", size(after), size(before), change(before, after))]
+        if self.chosen.seconds:
+            ms, old = (f"{seconds * 1e3:.3g} ms" for seconds in self.chosen.seconds)
+            tiles.append(Tile("speed", ms, old, f"{self.chosen.speed:.2f} times as fast"))
+        for budget in self.budgets:
+            value = budget.value(self.chosen.scores[budget.metric.name])
+            tiles.append(Tile(budget.title, f"{value:.5g}", note=f"budget {budget}"))
+        if self.output and self.chosen.met:
+            command = shlex.join(["mxfp8-graph", "rewrite", self.source, "--recipe", f"{self.output}/recipe.yaml"])
+        slower = self.chosen.seconds and self.chosen.speed < 1
+        verdict = "bad" if not self.chosen.met else "warning" if slower else "good"
+        return Head(verdict=verdict, tiles=tiles, command=command)
+
     def sections(self) -> Iterator[Section]:
         """Yields the plans, the facts and the recipe."""
-        scatter = ("latency, ms", "mean relative L2")
+        scatter = Scatter(across="latency, ms", up="mean relative L2", reference=ORIGINAL)
         yield Section(facts=self.facts())
         best = self.steps.index(self.chosen)
-        yield Section(title="Plans", columns=self.table(), best=best, scatter=scatter, bar=scatter[1])
+        yield Section(title="Plans", columns=self.table(), best=best, scatter=scatter, bar=scatter.up)
         yield Section(title="The recipe", text=self.recipe.to_yaml(), detail=True)
 
     def facts(self) -> list[tuple[str, str]]:
@@ -146,7 +167,7 @@ class Tuning(Measurement):
         return lines + ([("result", self.output)] if self.output else [])
 
     def table(self) -> Columns:
-        """Returns (header, a row per plan)."""
+        """Returns (header, a row per plan, and one of the original)."""
         others = [name for name in self.chosen.scores if name not in {budget.metric.name for budget in self.budgets}]
         titles = [b.title for b in self.budgets] + [f"mean {self.chosen.scores[n].metric.title}" for n in others]
         rows = []
@@ -156,6 +177,12 @@ class Tuning(Measurement):
             cells = (number(value, ".6g") for value in values)
             latency = number(step.seconds and step.seconds[0] * 1e3, ".2f")
             rows.append((step.what, "met" if step.met else "missed", *cells, byte_size(step.byte_size), latency))
+        if self.chosen.seconds:
+            metrics = [b.metric for b in self.budgets] + [self.chosen.scores[name].metric for name in others]
+            latency = number(self.chosen.seconds[1] * 1e3, ".2f")
+            rows.append(
+                (ORIGINAL, "", *(number(m.best, ".6g") for m in metrics), byte_size(self.bytes_before), latency)
+            )
         return filled(("plan", "budget", *titles, "tensors", "latency, ms"), rows)
 
 

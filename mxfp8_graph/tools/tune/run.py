@@ -275,7 +275,7 @@ def _folder(model: Any, output: str | Path | None, *, overwrite: bool) -> Path |
 def _written(result: Tuning, bench: Bench, folder: Path) -> Tuning:
     """Writes the model, the recipe and the reports; returns the result with its folder."""
     folder.mkdir(exist_ok=True)
-    path, allow = folder / f"{Path(bench.name).stem}.mxfp8{bench.suffix}", bench.allow_nonfinite
+    path, allow = result.recipe.output_for(folder / Path(bench.name).name, bench.suffix[1:]), bench.allow_nonfinite
     # Written again, since the trials removed their files.
     rewriting.rewrite(bench.model, result.recipe, output=path, overwrite=True, allow_nonfinite=allow)
     with files.output(folder / "recipe.yaml", overwrite=True) as new:
