@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,12 @@ class Option:
             entries = ", ".join(f'"{key}": {value}' for key, value in self.value.items())
             return f"{self.name}={{{entries}}}"
         return f'{self.name}="{self.value}"' if isinstance(self.value, str) else f"{self.name}={self.value}"
+
+
+def correction(name: object, choices: Iterable[str]) -> str:
+    """Returns the advice for a name that is not one of `choices`: the one that is spelled like it, if there is one."""
+    close = difflib.get_close_matches(str(name), list(choices), n=1)
+    return f"did you mean {close[0]}?" if close else "correct the name"
 
 
 class Mxfp8Error(ValueError):
@@ -75,7 +82,8 @@ class Mxfp8Error(ValueError):
     @classmethod
     def unknown(cls, where: object, name: object, choices: Iterable[str]) -> Self:
         """Returns the error for a name that is not one of `choices`."""
-        return cls(where, repr(name), expected=f"one of {', '.join(choices)}", advice="correct the name")
+        choices = list(choices)
+        return cls(where, repr(name), expected=f"one of {', '.join(choices)}", advice=correction(name, choices))
 
     @classmethod
     def unreadable(cls, path: object, error: OSError, expected: str) -> Self:

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from mxfp8_graph.policy import presets, recipe_file
 from mxfp8_graph.policy.kind import Kind
 from mxfp8_ops import formats
-from mxfp8_ops.errors import RecipeError
+from mxfp8_ops.errors import RecipeError, correction
 
 
 def _checked_pattern(pattern: str) -> str:
@@ -90,7 +90,8 @@ def _explained(where: object) -> Iterator[None]:
         yield
     except pydantic.ValidationError as error:
         # `from None`: pydantic's own message says the same in its words, and quotes a page of its documentation.
-        raise recipe_file.explained(error, where) from None
+        fields = {"": Recipe.model_fields, "Rule": Rule.model_fields}
+        raise recipe_file.explained(error, where, fields) from None
 
 
 class _Model(BaseModel):
@@ -434,7 +435,8 @@ def _loaded(recipe: str | Path | Recipe) -> Recipe:
     if refused := _refusal(name):
         what, advice = refused
         raise RecipeError("recipe", what, expected=f"one of {presets.choices()}", advice=advice)
+    meant = correction(name, (*presets.PRESETS, presets.AUTO))
     # Without a known suffix the text is more likely a mistyped preset than a file.
     if path.suffix not in recipe_file.SUFFIXES:
-        raise RecipeError("recipe", repr(name), expected=f"one of {presets.choices()}", advice="correct the name")
+        raise RecipeError("recipe", repr(name), expected=f"one of {presets.choices()}", advice=meant)
     return _validated({"name": path.stem, **recipe_file.read(path)}, path)

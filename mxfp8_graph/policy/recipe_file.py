@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ import pydantic
 import yaml
 
 from mxfp8_graph.naming import printable
-from mxfp8_ops.errors import RecipeError
+from mxfp8_ops.errors import RecipeError, correction
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -76,22 +76,32 @@ def _parse(path: Path, text: str) -> Any:
         raise RecipeError(path, " ".join(str(error).split()), expected=expected, advice="correct it") from None
 
 
-def explained(error: pydantic.ValidationError, where: object) -> RecipeError:
-    """Returns an error with one line per finding of pydantic; `where` is the file, or the class that was called."""
+def explained(error: pydantic.ValidationError, where: object, fields: Mapping[str, Collection[str]]) -> RecipeError:
+    """Returns an error with one line per finding of pydantic.
+
+    Args:
+        error: the error of pydantic.
+        where: the file, or the class that was called.
+        fields: the names of the fields by class; "" is the class of a whole file.
+    """
     findings = []
     for each in error.errors():
         own = each.get("ctx", {}).get("error")
+        known = fields.get("Rule" if each["loc"][:1] == ("rules",) else error.title, fields[""])
         # A class with an __init__ of its own checks in there, and its error has a place already.
-        findings.append(printable(str(own) if isinstance(own, RecipeError) else f"{where}: {_finding(each)}"))
+        findings.append(printable(str(own) if isinstance(own, RecipeError) else f"{where}: {_finding(each, known)}"))
     return RecipeError("\n".join(findings))
 
 
-def _finding(error: Any) -> str:
+def _finding(error: Any, fields: Collection[str]) -> str:
     """Returns "<key>: <value>; <pydantic's message>", or the message of a check of ours, which has all parts."""
     key = "".join(f"{part}: " for part in [".".join(map(str, error["loc"]))] if part)
     if error["type"] == "value_error":
         return f"{key}{error['ctx']['error']}"
     if error["type"] == "extra_forbidden":
-        return f"{key}unknown key; expected a field of docs/recipes.md; correct or remove it"
+        advice = correction(error["loc"][-1], fields)
+        return f"{key}unknown key; expected one of {', '.join(fields)}; {advice}"
     said = error["msg"].replace("Input should be", "expected")
+    if error["type"] == "tuple_type":
+        said = f"expected a list of {'rules' if error['loc'][-1] == 'rules' else 'patterns'}"
     return f"{key}{reprlib.repr(error['input'])}; {said}; correct it"

@@ -4,13 +4,15 @@ data.npz            one sample, an array per input
 folder/             one sample per .npz file, in the order of their names
 data.jsonl          one text per line, {"text": "A sentence."} or a string: see `_texts`
 arrays in Python    a mapping is one sample, an iterable of mappings is several
+texts in Python     a list of texts, as the lines of a .jsonl file
 nothing             synthesised, see `inputs.py`, and marked as such wherever they are described
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypedDict
@@ -21,7 +23,7 @@ from mxfp8_graph.naming import first_line
 from mxfp8_graph.running.inputs import Array, Inputs, Signature, check_inputs, describe, make_inputs
 from mxfp8_ops.errors import BackendError, Option, ShapeError
 
-SampleSource = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | None
+SampleSource = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | Sequence[str] | None
 """The types of `inputs` in the Python API."""
 
 _TOKENS: Final = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -86,14 +88,14 @@ def make_samples(
     """
     inputs, shapes, seed = options.get("inputs"), options.get("shapes") or {}, options.get("seed", 0)
     if inputs is not None:
-        texts = isinstance(inputs, (str, Path)) and Path(inputs).suffix == ".jsonl"
+        texts = _lines(inputs)
         # Arrays have sizes of their own, so a --dim would have no effect.
-        if shapes and not texts:
+        if shapes and texts is None:
             what, advice = f"sizes {', '.join(shapes)} with given inputs", ("drop ", Option("shapes"))
             raise ShapeError(signature.name, what, expected="one or the other", advice=advice)
         source = str(inputs) if isinstance(inputs, (str, Path)) else "given inputs"
         # Checked one by one, so that an error names the sample that does not fit.
-        named = _texts(Path(str(inputs)), signature, shapes) if texts else _named(inputs)
+        named = _named(inputs) if texts is None else _texts(texts, signature, shapes)
         checked = {name: check_inputs(arrays, signature.specs, name) for name, arrays in named}
         if not checked:
             raise ShapeError(source, "no samples", expected="samples for the model", advice="give at least one")
@@ -135,21 +137,27 @@ def _arrays(path: Path) -> Inputs:
     except OSError as error:
         raise ShapeError.unreadable(path, error, "a readable .npz file") from None
     except Exception as error:  # zipfile and NumPy raise many classes for damaged files, such as zlib.error, TypeError
-        what, expected = f"no .npz file: {first_line(error)}", "plain arrays, one per input"
+        # Of another kind of file NumPy says that it may not unpickle it.
+        why = f": {first_line(error)}" if zipfile.is_zipfile(path) else ""
+        what, expected = f"not an .npz file{why}", "plain arrays, one per input, or texts in a .jsonl file"
         raise ShapeError(path, what, expected=expected, advice="save it with numpy.savez") from None
 
 
-def _texts(path: Path, signature: Signature, shapes: Mapping[str, int]) -> Iterator[tuple[str, Inputs]]:
-    """Yields a sample per line: the tokens of its text after an empty cache; other inputs are synthesised, in `shapes`.
+def _lines(inputs: Any) -> list[tuple[str, str]] | None:
+    """Returns (name, text) of each sample of texts: the lines of a .jsonl file, or texts in a list; else None."""
+    if isinstance(inputs, (str, Path)):
+        return list(_lines_of(Path(inputs))) if Path(inputs).suffix == ".jsonl" else None
+    if isinstance(inputs, (list, tuple)) and inputs and all(isinstance(each, str) for each in inputs):
+        return [(f"text {number}", text) for number, text in enumerate(inputs, 1)]
+    return None
 
-    A text is cut at the fixed length of the model, or else at the limit in tokenizer.json, or else at 512 tokens. It is
-    padded only for a model with a fixed length.
-    """
+
+def _lines_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields (place, text) of the lines of a .jsonl file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise ShapeError.unreadable(path, error, "a readable .jsonl file") from None
-    tokenizer = _tokenizer(signature)
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -162,6 +170,19 @@ def _texts(path: Path, signature: Signature, shapes: Mapping[str, int]) -> Itera
         if not isinstance(text, str):
             expected, advice = '{"text": "..."} or a string', "write numbers to .npz files, a sample in each"
             raise ShapeError(name, f"no text in {line[:60]}", expected=expected, advice=advice)
+        yield name, text
+
+
+def _texts(
+    lines: Iterable[tuple[str, str]], signature: Signature, shapes: Mapping[str, int]
+) -> Iterator[tuple[str, Inputs]]:
+    """Yields a sample per text: its tokens after an empty cache; other inputs are synthesised, in `shapes`.
+
+    A text is cut at the fixed length of the model, or else at the limit in tokenizer.json, or else at 512 tokens. It is
+    padded only for a model with a fixed length.
+    """
+    tokenizer = _tokenizer(signature)
+    for name, text in lines:
         yield name, _encoded(tokenizer.encode(text), signature, shapes)
 
 

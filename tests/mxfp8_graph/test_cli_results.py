@@ -75,7 +75,7 @@ def test_compare_sets_the_field_in_every_recipe_of_ours() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("embedings=true", "--set: embedings: unknown key; expected a field of docs/recipes.md; "),
+        ("embedings=true", "--set: embedings: unknown key; expected one of name, "),
         ("embeddings=maybe", "--set: embeddings: 'maybe'; expected a valid boolean; correct it"),
         ("embeddings", "--set: 'embeddings'; expected FIELD=VALUE, as in embeddings=true; add the value"),
         ("exclude=[a", "--set: while parsing"),

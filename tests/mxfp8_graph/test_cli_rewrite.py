@@ -54,7 +54,7 @@ def test_rewrite_writes_next_to_the_model_and_ends_with_the_answer() -> None:
 def test_an_option_changes_nodes_or_files(option: str, written: list[str], expected: set[str]) -> None:
     assert run("rewrite", save(b.chain_model()), *option.split()).exit_code == 0
     assert files() == [*written, "m.onnx"]
-    assert ops(files[0]) == expected
+    assert ops(written[0]) == expected
 
 
 def test_fused_nodes_are_counted() -> None:

@@ -225,6 +225,7 @@ def test_the_largest_sample_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     "settings, error, message",
     [
         ({"recipes": ["mxfp5"]}, RecipeError, r"recipe: 'mxfp5'; expected one of mxfp8, .*nvfp4.*a \.yaml or \.toml"),
+        ({"recipes": "mxin8"}, RecipeError, r"recipe: 'mxin8'; .*; did you mean mxint8\?"),  # one name is a list of one
         ({"recipes": ["mxfp8", "mxfp8"]}, RecipeError, "'mxfp8' is named twice"),
         ({"inputs": {"z": np.ones(3)}}, ShapeError, "given inputs: no array for input 'x'"),
         ({"repeat": 0}, ContractError, "compare: repeat is 0; expected 1 or more; correct it"),

@@ -95,6 +95,9 @@ def test_each_line_of_text_is_a_sample_of_its_tokens() -> None:
     assert first["past_key"].shape == (1, 2, 0, 4)
     assert second["input_ids"].tolist() == [[3]]
     assert samples.names == ("data.jsonl line 1", "data.jsonl line 2")
+    texts = make_samples(of_tokens(past_key=("n", 2, "past", 4)), {"inputs": ["a b c", "b"]})
+    assert texts.names == ("text 1", "text 2")
+    np.testing.assert_equal(texts.feeds, samples.feeds)
 
 
 def test_texts_have_the_fixed_sizes_of_a_model() -> None:
@@ -153,8 +156,8 @@ def test_files_without_samples_are_refused() -> None:
     pickle = npz("pickle.npz", np.array([{"a": 1}], object))
     for path in ("nothing.npz", "zip.npz", array, pickle):
         message = refusal(path)
-        assert message.startswith(f"{path}: no .npz file: ")
-        assert message.endswith("; expected plain arrays, one per input; save it with numpy.savez")
+        assert message.startswith(f"{path}: not an .npz file")
+        assert message.endswith("one per input, or texts in a .jsonl file; save it with numpy.savez")
 
 
 # --- What does not fit -----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from mxfp8_graph.tools.compare.number_formats import PEERS, Peer
 from mxfp8_graph.tools.metrics import metric_called
 from mxfp8_graph.tools.trials import Bench, open_bench
 from mxfp8_ops import cpu, system
-from mxfp8_ops.errors import ContractError, Mxfp8Error, RecipeError
+from mxfp8_ops.errors import ContractError, Mxfp8Error, RecipeError, correction
 
 VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "mxfp8-even": {"scale_rounding": "even"},
@@ -56,7 +56,7 @@ ORIGINAL: Final = "original"
 @blame_models_if_checker_complains("model")
 def compare(
     model: Model,
-    recipes: Sequence[str | Path | Recipe] = (),
+    recipes: str | Path | Recipe | Sequence[str | Path | Recipe] = (),
     *,
     settings: Sequence[str] = (),
     metrics: Sequence[str] = METRICS,
@@ -71,7 +71,8 @@ def compare(
 
     Args:
         model: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
-        recipes: presets, `VARIANTS` and `number_formats.PEERS` by name, files, `Recipe`s; all with a name if empty.
+        recipes: presets, `VARIANTS` and `number_formats.PEERS` by name, files, `Recipe`s, one or several; all with a
+            name if empty.
         settings: fields to set in every recipe of ours: "embeddings=true"; see `Recipe.setting`.
         metrics: `metrics.METRICS` by name, or "module:function".
         repeat: number of timed runs of each real model, at least 1.
@@ -89,7 +90,8 @@ def compare(
     if repeat < 1:
         raise ContractError("compare", f"repeat is {repeat}", expected="1 or more", advice="correct it")
     chosen = [metric_called(name) for name in metrics]
-    candidates = _candidates(recipes, settings)
+    several = [recipes] if isinstance(recipes, (str, Path, Recipe)) else recipes
+    candidates = _candidates(several, settings)
     notes = [f"recipes of ours with {', '.join(settings)}"] if settings else []
     with contextlib.ExitStack() as stack:
         source = model
@@ -144,7 +146,8 @@ def _candidate(recipe: str | Path | Recipe) -> Recipe | Peer:
     if isinstance(recipe, str) and recipe in VARIANTS:
         return Recipe(name=recipe, **VARIANTS[recipe])
     if isinstance(recipe, str) and recipe not in get_args(presets.Preset) and not Path(recipe).suffix:
-        raise RecipeError("recipe", repr(recipe), expected=f"one of {choices()}", advice="correct the name")
+        meant = correction(recipe, (*presets.PRESETS, *VARIANTS, *PEERS))
+        raise RecipeError("recipe", repr(recipe), expected=f"one of {choices()}", advice=meant)
     return load_recipe(recipe)
 
 
