@@ -176,7 +176,7 @@ def test_all_mistakes_are_in_one_error(load: Load) -> None:
         (lambda: plan([], unpickled(margin=1)), "Recipe: margin: 1; expected 0; correct it"),
         (
             lambda: load_recipe("mxint8", embedding=True),
-            "load_recipe: embedding: unknown key; expected one of name, fp8_format, ",
+            "load_recipe: embedding: unknown key; expected one of name, fp8",
         ),
         (lambda: load_recipe({"min_dim": 3}), "recipe: a dict; expected a preset's name, a file, or a Recipe"),
     ],
