@@ -52,7 +52,7 @@ class Links(HTMLParser):
 
 
 def bad_links(site: Path) -> list[str]:
-    """Returns "page: address" for each link to a file or anchor that `site` lacks, and each file it loads from elsewhere."""
+    """Returns "page: address" for each link to a file or anchor that `site` lacks, and each file of another site."""
     pages = {path.resolve(): Links(path) for path in sorted(site.rglob("*.html"))}
     bad = []
     for path, page in pages.items():

@@ -12,10 +12,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import forked
+import onnxruntime
 import pytest
+
+from mxfp8_ops import cpu
 
 ROOT = Path(__file__).parents[1]
 NEEDS = {
@@ -84,6 +88,20 @@ def test_the_shell_blocks_of_a_sample_run(sample: Path, tmp_path: Path) -> None:
     assert commands, f"{sample}/README.md has no shell block"
     for command in commands:
         run_block(command, folder)
+
+
+@pytest.mark.samples
+def test_the_steps_of_the_serving_image_make_what_its_server_opens(model: Path, tmp_path: Path) -> None:
+    """Runs the first stage of the Dockerfile, but for pip, beside a wheel that has the library alone."""
+    shutil.copy(model, tmp_path)
+    with zipfile.ZipFile(tmp_path / "mxfp8_graph-0.whl", "w") as wheel:
+        wheel.write(cpu.library_path(), "mxfp8_ops/libmxfp8_ops.so")
+    stage, _ = (ROOT / "samples/15_serving_image/Dockerfile").read_text(encoding="utf-8").split("\n\n")
+    for command in re.findall(r"^RUN (?!pip)(.*)", stage, re.MULTILINE):
+        run(["bash", "-euc", command], tmp_path)
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(tmp_path / "wheel/mxfp8_ops/libmxfp8_ops.so"))
+    onnxruntime.InferenceSession(tmp_path / "model/packed.onnx", options, providers=["CPUExecutionProvider"])
 
 
 @pytest.fixture(scope="module")
