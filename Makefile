@@ -15,7 +15,7 @@
 # make sanitize   the native library under a grid of gemms and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12; five minutes)
 # make windows    the library for Windows and a grid of gemms on Wine (needs cmake and the package wine; five minutes)
-# make docs       the pages of docs/ as a site, in build/site
+# make docs       the pages of docs/ as a site, in build/site; fails on a dead link
 # make wheels     dist/: the source distribution and wheels for Linux, Windows and macOS, the one of this machine tried in
 #                 fresh environments of every Python that is found; no compiler but what the package index has
 # make versions   the tests against the lowest and the newest dependencies on every Python that is found, a table: gigabytes

@@ -1,6 +1,7 @@
-"""Writes three files from the rows of the nodes and formats and from the C headers: `python custom_ops/generate.py`.
+"""Writes four files from the rows of the nodes and formats and from the C headers: `python custom_ops/generate.py`.
 
     src/contract.h          the rows, for C++
+    src/formats.h           what kernels need of them
     c_abi.py                the types of the C functions of mxfp8_ops.h and of the two CUDA headers, for ctypes
     docs/node_contract.md   the section of each node, between two marks
 
@@ -22,13 +23,14 @@ from mxfp8_ops.node import KINDS, Setting
 
 HERE = Path(__file__).parent
 HEADER = HERE / "mxfp8_ops/src/contract.h"
+FORMATS = HERE / "mxfp8_ops/src/formats.h"
 BEGIN_ROWS, END_ROWS = "// clang-format off\n", "}  // namespace mxfp8\n"
 C_ABI = HERE / "mxfp8_ops/c_abi.py"
 BEGIN_SIGNATURES = "    {\n"
 PAGE = HERE.parent / "docs/node_contract.md"
 BEGIN_NODES, END_NODES = "<!-- Written by custom_ops/generate.py -->\n", "<!-- To here -->\n"
 
-# --- src/contract.h --------------------------------------------------------------------------------------------------
+# --- src/contract.h and src/formats.h ---------------------------------------------------------------------------------
 
 
 def header() -> str:
@@ -40,15 +42,12 @@ def header() -> str:
     codes += [f"MXFP8_INT32 == {contract.INT32}", f"MXFP8_INT64 == {contract.INT64}"]
     codes += [f"MXFP8_BOOL == {contract.BOOL}"]
     codes += [f"MXFP8_CONTRACT_VERSION == {contract.VERSION}"]
-    cpp_formats = [f"ROW({row.name.upper()}, {row.mantissa_bits}, {row.bias}, {row.max_code:#x})" for row in elements]
     lines = [
-        f"#define MXFP8_ELEMENT_FORMATS(ROW) {' '.join(cpp_formats)}",
         "#define MXFP8_ATTRIBUTES(ROW) \\",
         *_attributes(),
         "",
         *(f'static_assert({code}, "mxfp8_ops.h says otherwise");' for code in codes),
         "",
-        f"constexpr int64_t kBlock = {formats.BLOCK_SIZE};",
         f'inline constexpr const char* kDomain = "{contract.DOMAIN}";',
         f"enum class Op {{{', '.join('k' + name.removeprefix('MXFP8') for name in contract.OPS)}}};",
         *_array("const char*", "kScaleRoundings", (f'"{name}"' for name in formats.SCALE_ROUNDINGS)),
@@ -59,7 +58,21 @@ def header() -> str:
         *_array("Node", "kNodes", map(_node, contract.OPS.values())),
         "",
     ]
-    return HEADER.read_text(encoding="utf-8").partition(BEGIN_ROWS)[0] + BEGIN_ROWS + "\n".join(lines) + "\n" + END_ROWS
+    return _with_rows(HEADER, lines)
+
+
+def element_formats() -> str:
+    """Returns the text of src/formats.h, likewise."""
+    rows = [
+        f"ROW({row.name.upper()}, {row.mantissa_bits}, {row.bias}, {row.max_code:#x})"
+        for row in formats.ELEMENT_FORMATS.values()
+    ]
+    block = f"constexpr int64_t kBlock = {formats.BLOCK_SIZE};"
+    return _with_rows(FORMATS, [f"#define MXFP8_ELEMENT_FORMATS(ROW) {' '.join(rows)}", block, ""])
+
+
+def _with_rows(path: Path, lines: list[str]) -> str:
+    return path.read_text(encoding="utf-8").partition(BEGIN_ROWS)[0] + BEGIN_ROWS + "\n".join(lines) + "\n" + END_ROWS
 
 
 def _array(kind: str, name: str, rows: Iterable[str]) -> list[str]:
@@ -188,5 +201,5 @@ def _default(value: Setting) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in ((HEADER, header()), (C_ABI, c_abi()), (PAGE, page())):
+    for path, text in ((HEADER, header()), (FORMATS, element_formats()), (C_ABI, c_abi()), (PAGE, page())):
         path.write_text(text, encoding="utf-8")

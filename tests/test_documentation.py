@@ -12,10 +12,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import forked
+import onnxruntime
 import pytest
+
+from mxfp8_ops import cpu
 
 ROOT = Path(__file__).parents[1]
 NEEDS = {
@@ -86,6 +90,20 @@ def test_the_shell_blocks_of_a_sample_run(sample: Path, tmp_path: Path) -> None:
         run_block(command, folder)
 
 
+@pytest.mark.samples
+def test_the_steps_of_the_serving_image_make_what_its_server_opens(model: Path, tmp_path: Path) -> None:
+    """Runs the first stage of the Dockerfile, but for pip, beside a wheel that has the library alone."""
+    shutil.copy(model, tmp_path)
+    with zipfile.ZipFile(tmp_path / "mxfp8_graph-0.whl", "w") as wheel:
+        wheel.write(cpu.library_path(), "mxfp8_ops/libmxfp8_ops.so")
+    stage, _ = (ROOT / "samples/15_serving_image/Dockerfile").read_text(encoding="utf-8").split("\n\n")
+    for command in re.findall(r"^RUN (?!pip)(.*)", stage, re.MULTILINE):
+        run(["bash", "-euc", command], tmp_path)
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(tmp_path / "wheel/mxfp8_ops/libmxfp8_ops.so"))
+    onnxruntime.InferenceSession(tmp_path / "model/packed.onnx", options, providers=["CPUExecutionProvider"])
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of sample 02, which the pages' blocks rewrite."""
@@ -105,12 +123,25 @@ def test_the_python_blocks_of_a_page_run(page: Path, model: Path, tmp_path: Path
     run_forked(["python", "page.py"], tmp_path)
 
 
-def test_the_pages_are_a_site_without_a_dead_anchor(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
+def test_the_pages_are_a_site_without_a_dead_link(tmp_path: Path) -> None:
+    pytest.importorskip("material")  # the theme
     # Without --quiet: mkdocs counts only the warnings that it prints.
     run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)], ROOT)
-    missing = [page.stem for page in DOCS if not list(tmp_path.rglob(f"{page.stem}*/*.html"))]
+    missing = [page.stem for page in DOCS if not (tmp_path / f"{page.stem}.html").exists()]
     assert not missing, f"not in the navigation of mkdocs.yml: {missing}"
+
+
+def test_a_dead_link_of_the_site_and_a_script_of_another_site_are_bad(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / ".ci/site.py")
+    assert spec
+    assert spec.loader
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    (tmp_path / "good.html").write_text('<h1 id="top"></h1><a href="#top"></a><a href="https://a.b"></a>')
+    bad = ["lost.html", "good.html#lost", "https://a.b/c.js"]
+    (tmp_path / "bad.html").write_text('<a href="{}"></a><a href="{}"></a><script src="{}"></script>'.format(*bad))
+    assert hooks.bad_links(tmp_path) == [f"bad.html: {link}" for link in bad]
 
 
 @pytest.mark.parametrize("sample", [path for path in SAMPLES if "08" <= path.name < "12"], ids=lambda path: path.name)

@@ -34,7 +34,7 @@ class Dtype:
     """The names and codes of one dtype in the libraries that store it or compute with it."""
 
     name: str
-    """Our name, in arguments and recipes. Its code in src/mxfp8_ops.h has the same name in capitals."""
+    """Our name, in arguments and recipes. Its code in src/codes.h has the same name in capitals."""
     numpy_name: str
     """Name of the dtype in NumPy or ml_dtypes, in torch and in torchao."""
     bytes: int

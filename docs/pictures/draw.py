@@ -125,13 +125,13 @@ KERNELS = (
 def kernels() -> str:
     """Returns what each processor multiplies the products of each preset as."""
     heads = ("your processor", "instruction set", "mxfp8", "mxint8", "mxfp8-bf16, mxint8-bf16")
-    lefts = (20, 292, 404, 540, 676)
+    lefts = (20, 300, 436, 572, 708)
     shapes = [text(left + 2, 34, head, "title") for left, head in zip(lefts, heads, strict=True)]
     for line, (processor, isa, *products) in enumerate(KERNELS):
         y = 48 + 36 * line
-        shapes += [text(22, y + 20, processor), text(294, y + 20, isa, "cell")]
+        shapes += [text(22, y + 20, processor), text(302, y + 20, isa, "cell")]
         for left, (words, color) in zip(lefts[2:], products, strict=True):
-            width = 132 if left < lefts[-1] else 176
+            width = 132 if left < lefts[-1] else 214
             shapes += [box(left, y, width, 30, color), text(left + width / 2, y + 20, words, "cell", "middle")]
     y = 48 + 36 * len(KERNELS) + 20
     shapes.append(
@@ -140,7 +140,7 @@ def kernels() -> str:
     shapes.append(
         text(22, y + 20, "16-bit integers multiply E4M3 from 9 rows on (AVX2: 12); fewer rows use float32.", "note")
     )
-    return picture(872, y + 38, "What each processor multiplies the products of each preset as", shapes)
+    return picture(942, y + 38, "What each processor multiplies the products of each preset as", shapes)
 
 
 OURS = ("mxint8", "mxint8-bf16", "mxfp8", "mxfp8-bf16")

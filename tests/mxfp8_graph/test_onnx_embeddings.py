@@ -19,6 +19,7 @@ from oracle import expect, initializers, kinds, quantized, reasons, refusal, rew
 
 import mxfp8_graph
 from mxfp8_graph import NothingEligibleError, Recipe, Rule
+from mxfp8_graph.onnx_pass.ops import VIEW_OPS
 
 F32, F16 = np.float32, np.float16
 TABLES = Recipe(name="tables", embeddings=True)
@@ -139,8 +140,7 @@ NO_LOOKUPS = {
     ),
     "computed": (
         lookup(inputs="twice ids", before="Add table table>twice"),
-        "weight 'twice' comes through Add; expected only Identity, Transpose, Cast, Reshape, Squeeze, "
-        "Unsqueeze, Split, Slice; fold the constants first",
+        f"weight 'twice' comes through Add; expected only {', '.join(VIEW_OPS)}; fold the constants first",
     ),
     "a caller may replace it": (
         replaceable(),

@@ -14,6 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from oracle import GEMM, Expected, computes, expect, initializers, kinds, normal, reasons, refusal, rewrite, run
 
 from mxfp8_graph import Recipe, Rule
+from mxfp8_graph.onnx_pass.ops import VIEW_OPS
 
 F32, F16 = np.float32, np.float16
 LINEAR = "linear, by recipe 'mxfp8'"
@@ -92,7 +93,7 @@ def replaceable(views: str, w: np.ndarray) -> onnx.ModelProto:
     return proto
 
 
-ONLY = "expected only Identity, Transpose, Cast, Reshape, Squeeze, Unsqueeze, Split, Slice; fold the constants first"
+ONLY = f"expected only {', '.join(VIEW_OPS)}; fold the constants first"
 EMPTY = {"none": np.zeros(0, np.int64), "huge": np.array([2**60, 0]), "zero": np.array([0])}
 KEPT = {
     "a slice that ends before it starts": (

@@ -86,7 +86,9 @@ CUSTOM_OPS = Path(__file__).parents[2] / "custom_ops"
 """The checkout: an installed package has no sources."""
 
 
-@pytest.mark.parametrize(("path", "writer"), [("HEADER", "header"), ("C_ABI", "c_abi"), ("PAGE", "page")])
+@pytest.mark.parametrize(
+    ("path", "writer"), [("HEADER", "header"), ("FORMATS", "element_formats"), ("C_ABI", "c_abi"), ("PAGE", "page")]
+)
 def test_what_is_generated_is_current(path: str, writer: str) -> None:
     script = generator()
     assert getattr(script, path).read_text(encoding="utf-8") == getattr(script, writer)(), (

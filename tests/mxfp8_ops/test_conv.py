@@ -184,7 +184,13 @@ WRONG: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("x_format", "b_format"), (1, 0, -1)),
     **dict.fromkeys(("n", "c", "o"), (-1, 2**62)),
     **dict.fromkeys(("x", "b", "b_scales", "y"), (None,)),
-    **{"group": (0, -1, 5, 32), "scale_rounding": (3, -1), "epilogue": (8, -1), "threads": (-1,), "axes": (None,)},
+    **{
+        "group": (0, -1, 5, 32),
+        "scale_rounding": (3, -1),
+        "epilogue": (len(EPILOGUES), -1),
+        "threads": (-1,),
+        "axes": (None,),
+    },
     "weight": (-1, 2**62),
 }
 FIELDS = [(at, wrong) for at in range(6) for wrong in (-1, 2**62, *([0] if 1 <= at <= 3 else []))]

@@ -147,7 +147,7 @@ FAULTS = {
         "FusedWeightGemm",
         {"epilogue": "swish"},
         {"x": X, "be": X, "bs": X[:, :2]},
-        "epilogue 'swish'; expected none, relu, gelu, gelu_tanh or silu;",
+        f"epilogue 'swish'; expected {', '.join(contract.EPILOGUES[:-1])} or {contract.EPILOGUES[-1]};",
     ),
     "factor": (
         "GatedWeightGemm",

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "formats.h"
 #include "mxfp8_ops.h"
 
 namespace mxfp8 {
@@ -28,11 +29,9 @@ struct Node {
   int a, a_scales, b, b_scales, bias, experts, factor;  // index of this input of a gemm; -1 if there is none
 };
 
-// custom_ops/generate.py writes the lines below, up to the last one. Op is the index in kNodes; the format rows
-// are ROW(name, mantissa bits, exponent bias, code of the largest finite magnitude), and the attributes of any node
-// ROW(type, name, default).
+// custom_ops/generate.py writes the lines below, up to the last one. Op is the index in kNodes; the attributes of any
+// node are ROW(type, name, default).
 // clang-format off
-#define MXFP8_ELEMENT_FORMATS(ROW) ROW(E4M3, 3, 7, 0x7e) ROW(E5M2, 2, 15, 0x7b) ROW(INT8, 6, 1, 0x7f)
 #define MXFP8_ATTRIBUTES(ROW) \
   ROW(int64_t, axis, -1) \
   ROW(int64_t, block_size, 32) \
@@ -73,7 +72,6 @@ static_assert(MXFP8_INT64 == 7, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_BOOL == 9, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
 
-constexpr int64_t kBlock = 32;
 inline constexpr const char* kDomain = "mxfp8";
 enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm, kFusedGemm, kFusedWeightGemm, kGatedGemm, kGatedWeightGemm, kAttention, kConv};
 inline constexpr const char* kScaleRoundings[] = {

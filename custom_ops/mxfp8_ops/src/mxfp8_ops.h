@@ -13,12 +13,12 @@
 // Arrays are row-major and contiguous, except where an argument is a stride. numpy_nodes.py defines the result of each
 // function, under the same name without `mxfp8_`.
 //
-// Every function that returns int, mxfp8_contract_version aside, returns MXFP8_OK or one of the negative codes below.
+// Every function that returns int, mxfp8_contract_version aside, returns MXFP8_OK or a negative code of codes.h.
 // A function never throws, never allocates its result, and keeps no pointer after it returns; the exceptions are b and
 // b_scales of a weight. Any number of threads may call at once.
 //
 // The library checks these, before it reads or writes an array, and returns MXFP8_BAD_ARGUMENT:
-// - every dtype, format and rounding is one of the codes below; no size or number of threads is below 0;
+// - every dtype, format and rounding is one of codes.h; no size or number of threads is below 0;
 // - every index names a row;
 // - an array has at most 2^48 bytes and ends inside the address space;
 // - a stride is at least the number of values of a row;
@@ -30,6 +30,8 @@
 #pragma once
 #include <stdint.h>
 
+#include "codes.h"
+
 #if defined(_WIN32)
 #define MXFP8_API __declspec(dllexport)
 #else
@@ -39,21 +41,6 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-// --- codes -----------------------------------------------------------------------------------------------------------
-
-// Dtypes of values, then element formats. These and the dtypes of indices and masks have the numbers of
-// onnx.TensorProto.DataType. An INT8 element is its code times 2^-6.
-enum { MXFP8_FLOAT32 = 1, MXFP8_FLOAT16 = 10, MXFP8_BFLOAT16 = 16, MXFP8_E4M3 = 17, MXFP8_E5M2 = 19, MXFP8_INT8 = 3 };
-enum { MXFP8_INT32 = 6, MXFP8_INT64 = 7, MXFP8_BOOL = 9 };
-// How a scale is rounded to a power of two, in the order of formats.SCALE_ROUNDINGS.
-enum { MXFP8_CEIL = 0, MXFP8_FLOOR = 1, MXFP8_EVEN = 2 };
-// The epilogue of a fused gemm, in the order of contract.EPILOGUES; the last three are of convolutions alone, in the
-// order of conv.EPILOGUES.
-enum { MXFP8_NONE = 0, MXFP8_RELU = 1, MXFP8_GELU = 2, MXFP8_GELU_TANH = 3, MXFP8_SILU = 4 };
-enum { MXFP8_CLIP = 5, MXFP8_LEAKY_RELU = 6, MXFP8_HARD_SWISH = 7 };
-// The result of a call. MXFP8_FAILED: an error that has no code of its own.
-enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUCH_ISA = -3, MXFP8_FAILED = -5 };
 
 // --- the library -----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../../contract.h"
+#include "../../formats.h"
 
 #if defined(MXFP8_X86)
 #define MXFP8_ON_X86(...) __VA_ARGS__
