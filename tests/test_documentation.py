@@ -123,6 +123,18 @@ def test_the_python_blocks_of_a_page_run(page: Path, model: Path, tmp_path: Path
     run_forked(["python", "page.py"], tmp_path)
 
 
+@pytest.mark.samples
+def test_the_first_python_block_of_the_readme_runs_on_the_model_of_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in NEEDS["minilm"]:
+        pytest.importorskip(module)
+    monkeypatch.syspath_prepend(str(ROOT / "samples/01_minilm_onnx"))
+    importlib.import_module("minilm").export(tmp_path / "model.onnx")
+    (tmp_path / "page.py").write_text(blocks(ROOT / "README.md", "python")[0], encoding="utf-8")
+    run_forked(["python", "page.py"], tmp_path)
+
+
 def test_the_pages_are_a_site_without_a_dead_link(tmp_path: Path) -> None:
     pytest.importorskip("material")  # the theme
     # Without --quiet: mkdocs counts only the warnings that it prints.
@@ -176,10 +188,19 @@ def test_every_sample_is_in_the_readme() -> None:
     assert not missing, f"README.md does not mention {missing}"
 
 
+def test_a_page_names_the_setting_of_int8_beside_it() -> None:
+    unnamed = []
+    for page in (ROOT / "README.md", *DOCS):
+        paragraphs = [" ".join(part.split()) for part in page.read_text(encoding="utf-8").split("\n\n")]
+        peers = (part for part in paragraphs if re.search(r"int8 (dynamic|static)|(dynamic|static) int8", part))
+        unnamed += [f"{page.name}: {part[:90]}" for part in peers if not re.search(r"per (channel|tensor)", part)]
+    assert not unnamed
+
+
 COLUMNS = {
     "OpenVINO int8 weights": "OpenVINO bf16, int8 weights",
     "MatMulNBits 8-bit": "ORT MatMulNBits 8",
-    "int8 dynamic": "ORT int8 dynamic",
+    "int8 dynamic, per tensor": "ORT int8 dynamic, per tensor",
 }
 """Contenders that docs/what_to_expect.md names more briefly than the result files."""
 
