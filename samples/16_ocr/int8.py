@@ -26,10 +26,10 @@ SATURATES = cpu.isa() in ("avx512", "avx2", "portable")
 """Without dot products of 8 bits, ONNX Runtime adds two products in 16 bits: its weights then get 7 bits."""
 
 
-def prepared(model: Path, target: Path) -> Path:
-    """Returns the file as the quantizers want it: optimized, of an opset with scales per channel."""
+def prepared(model: Path, target: Path, *, numbers: bool) -> Path:
+    """Returns the file optimized, at an opset with scales per channel, and if sizes are `numbers` with all shapes."""
     if not target.exists():
-        quant_pre_process(model, target, skip_symbolic_shape=True)
+        quant_pre_process(model, target, skip_symbolic_shape=not numbers)
         proto = onnx.load(target)
         if proto.opset_import[0].version < 13:
             onnx.save(onnx.version_converter.convert_version(proto, 17), target)

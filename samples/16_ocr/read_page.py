@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from int8 import Feeds, dynamic_ways, nearest, prepared, static_ways
+from int8 import METHODS, Feeds, dynamic_ways, nearest, prepared, static_ways
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from rich.console import Console
 from rich.table import Table
@@ -35,8 +35,6 @@ WORDS = """
     description thank you for your business Berlin Tokyo Paris 1,204.50 EUR page please contact support within thirty
     days of delivery returns policy applies quick brown fox jumps over lazy dog
 """.split()  # noqa: SIM905
-CALIBRATIONS = ("MinMax", "Percentile")
-"""Of static int8; Entropy takes a minute."""
 FLOAT32, STATIC, DYNAMIC = "float32", "int8 static", "int8 dynamic"
 
 
@@ -115,7 +113,7 @@ def contenders(
     for name, form in ((STATIC, "QDQ, per channel"), (DYNAMIC, "per channel")):
         best = []
         for model, inputs in zip(program.models, feeds, strict=True):
-            source = prepared(model, folder / f"{model.stem}.prepared.onnx")
+            source = prepared(model, folder / f"{model.stem}.prepared.onnx", numbers=False)
             ways = static_ways(source, inputs, methods) if name == STATIC else dynamic_ways(source)
             best.append(nearest(source, inputs, ways, folder / f"{model.stem}.{name.replace(' ', '-')}"))
         yield name, f"{form}; {' and '.join(dict.fromkeys(way for way, _ in best))}", [file for _, file in best]
@@ -164,13 +162,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("ocr"), help="where models and pictures go")
     parser.add_argument("--rounds", type=int, default=2, help="how often each reads the page")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--calibrations", nargs="+", default=["MinMax"], choices=METHODS, help="of static int8")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # the quantizers advise what is done already
     options.folder.mkdir(parents=True, exist_ok=True)
     program, image = Program(), page(0)
     sessions, settings = {}, {}
     read: dict[str, list[Line]] = {}
-    for name, settings[name], files in contenders(program, options.folder, ("mxint8",), [page(500)], CALIBRATIONS):
+    for name, settings[name], files in contenders(
+        program, options.folder, ("mxint8",), [page(500)], options.calibrations
+    ):
         sessions[name] = opened(name, files, options.threads)
     seconds: dict[str, list[float]] = {name: [] for name in sessions}
     for turn in range(options.rounds + 1):
