@@ -68,10 +68,13 @@ def nearest(source: Path, feeds: Sequence[Feeds], ways: Ways, stem: Path) -> tup
         session = onnxruntime.InferenceSession(path)
         return [session.run(None, each)[0] for each in feeds]
 
-    expected, errors, files = outputs(source), {}, {}
+    files = {way: stem.with_name(f"{stem.name}.{way.replace(', ', '.').replace(' ', '-')}.onnx") for way in ways}
     for way, write in ways.items():
-        write(path := stem.with_name(f"{stem.name}.{way.replace(', ', '.').replace(' ', '-')}.onnx"))
-        files[way] = path
-        errors[way] = sum(float(np.linalg.norm(a - e)) for a, e in zip(outputs(path), expected, strict=True))
+        write(files[way])
+    errors = dict.fromkeys(ways, 0.0)
+    if len(ways) > 1:
+        expected = outputs(source)
+        for way, file in files.items():
+            errors[way] = sum(float(np.linalg.norm(a - e)) for a, e in zip(outputs(file), expected, strict=True))
     best = min(errors, key=errors.__getitem__)
     return best, files[best]
