@@ -145,7 +145,7 @@ def kernels() -> str:
 
 OURS = ("mxint8", "mxint8-bf16", "mxint8-weight-only", "mxfp8", "mxfp8-bf16")
 STRONG = "#0b6e4f"
-LABEL_SIDES = {"MatMulNBits, 8 bits": (-12, 5, "end")}
+LABEL_SIDES = {"MatMulNBits, 8 bits": (-12, 5, "end"), "mxint8-weight-only": (-12, 12, "end")}
 """Where the name of a point is, if not to the right of it: contenders that are close to each other."""
 
 
@@ -196,7 +196,7 @@ def ocr() -> str:
     """Returns speed against quality of reading, as benchmarks/ocr.py measured them."""
     head = "Pages read with the real PP-OCRv4: lines as in float32, and pages per second"
     title = "Reading with packed weights: share of lines read as in float32 against speed"
-    words = title, "of lines read as float32 reads them", "pages per second, float32 = 1"
+    words = title, "of lines read as float32 reads them, spaces aside", "pages per second, float32 = 1"
     return _speeds("ocr", head, words, "read as float32, %", most=2.5, least=50)
 
 
