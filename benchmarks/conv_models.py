@@ -18,6 +18,9 @@ from onnx import TensorProto, helper, numpy_helper
 from peers import Feeds
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "samples" / "16_ocr"))
+from read_page import WORDS, background
+
 Judge = Callable[[list[np.ndarray], list[np.ndarray]], str]
 """What the outputs mean, beside those of float32, in words."""
 
@@ -204,11 +207,6 @@ def hifigan(folder: Path) -> Network:
 
 
 OCR = "rapidocr-onnxruntime==1.4.4"
-WORDS = """
-    invoice total amount due 2026 payment received from the customer order number shipping address quantity price
-    description thank you for your business Berlin Tokyo Paris 1,204.50 EUR page please contact support within thirty
-    days of delivery returns policy applies quick brown fox jumps over lazy dog
-""".split()  # noqa: SIM905
 
 
 def ocr_detector(folder: Path) -> Network:
@@ -272,14 +270,6 @@ NETWORKS = {
 # --- Pictures
 
 Font = ImageFont.FreeTypeFont
-
-
-def background(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """Returns paper: a light color with a slope and noise."""
-    rows, columns = np.mgrid[0:height, 0:width]
-    slope = columns[..., None] / width * rng.uniform(-50, 20, 3) + rows[..., None] / height * rng.uniform(-50, 20, 3)
-    values = rng.uniform(150, 250, 3) + slope + rng.normal(0, rng.uniform(1, 9), (height, width, 1))
-    return Image.fromarray(np.clip(values, 0, 255).astype(np.uint8))
 
 
 def _write(image: Image.Image, rng: np.random.Generator, at: tuple[int, int], text: str, font: Font) -> None:

@@ -13,9 +13,7 @@ Errors: relative L2 distance of the first output (YOLO's scores) from ONNX Runti
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import io
 import itertools
 import logging
 import subprocess
@@ -24,19 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime
 import psutil
 from contenders import Runner, Session, compared
 from conv_models import LAYERS, NETWORKS, Layer, Network
 from floors import measure
 from harness import Timing, machine, noise_notes, options, publish, take_turns
-from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_dynamic, quantize_static
-from onnxruntime.quantization.shape_inference import quant_pre_process
+from int8 import dynamic_ways, prepared, static_ways
 from peers import Feeds, Peer
 from settings import INT8_CONV, STATIC, STOCK
 
@@ -148,8 +143,7 @@ class Field:
             path = self._file(f"{name}, {way}")
             try:
                 if not path.exists():
-                    with contextlib.redirect_stdout(io.StringIO()):  # the quantizer tells what it does
-                        write(path)
+                    write(path)
                 errors[way] = self._error(expected, outputs_of(self._session(path), feeds))
             except Exception as error:
                 self.notes.append(f"{self.network.path.stem}: {name} does not run with {way}: {_line(error)}")
@@ -160,34 +154,15 @@ class Field:
         return self._session(self.files[name])
 
     def _prepared(self) -> Path:
-        """Returns the file as the quantizers want it: with shapes, optimized, of an opset with scales per channel."""
-        path = self._file("prepared")
-        if not path.exists():
-            quant_pre_process(self.network.path, path)
-            model = onnx.load(path)
-            if model.opset_import[0].version < 13:
-                onnx.save(onnx.version_converter.convert_version(model, 17), path)
-        return path
+        return prepared(self.network.path, self._file("prepared"), numbers=True)
 
     def _static(self, ops: Sequence[str] | None = ("Conv",)) -> Session:
-        vnni = "vnni" in FEATURES  # without it, sums of two 8-bit products saturate
-
-        def write(path: Path, method: str) -> None:
-            inputs = SimpleNamespace(get_next=partial(next, iter(self.network.calibration), None))
-            quantize_static(
-                self._prepared(), path, inputs, op_types_to_quantize=ops, per_channel=True,
-                reduce_range=not vnni, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
-                calibrate_method=CalibrationMethod[method],
-            )  # fmt: skip
-
-        bits, methods = "" if vnni else ", 7 bits", ("MinMax", "Entropy", "Percentile")
-        return self._best(STATIC if ops else STATIC_ALL, {f"{m}{bits}": partial(write, method=m) for m in methods})
+        return self._best(
+            STATIC if ops else STATIC_ALL, static_ways(self._prepared(), self.network.calibration, ops=ops)
+        )
 
     def _dynamic(self) -> Session:
-        def write(path: Path, kind: QuantType) -> None:
-            quantize_dynamic(self._prepared(), path, op_types_to_quantize=["Conv"], per_channel=True, weight_type=kind)
-
-        return self._best(DYNAMIC, {k.name: partial(write, kind=k) for k in (QuantType.QInt8, QuantType.QUInt8)})
+        return self._best(DYNAMIC, dynamic_ways(self._prepared()))
 
     def _openvino(self, name: str, python: str) -> Peer:
         wide = name == OV_BF16 or (name == OV_INT8 and "bf16" in FEATURES)

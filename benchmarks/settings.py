@@ -23,32 +23,41 @@ TORCH_INT8 = "torch int8 dynamic, per channel"
 
 _STOCK = "ONNX Runtime as it is, all optimizations, the threads of the table"
 _WEAK = "an older measurement with the default of its quantizer, one scale per tensor; per channel has less error"
+
+
+def _short(name: str) -> str:
+    """Returns the name of a quantizer of ONNX Runtime without ORT, as tables of that runtime alone have it."""
+    return name.removeprefix("ORT ")
+
+
 PEERS = {
     BEST: f"{_STOCK}, without the optimizers that slow this model down",
     STOCK: _STOCK,
     "ONNX Runtime Gather": _STOCK,
     BITS8: "MatMulNBitsQuantizer, 8 bits, blocks of 32, symmetric, accuracy level 4 (sums of int8)",
     "ONNX Runtime MatMulNBits, 8 bits, blocks of 32": "MatMulNBitsQuantizer, symmetric, accuracy level 4",
-    INT8_CONV: "quantize_dynamic(per_channel=True) of Conv, the better of int8 and uint8 weights",
-    INT8: "quantize_dynamic(per_channel=True), int8 weights of MatMul and Gemm; sums that cannot saturate",
-    "ORT int8 dynamic, per tensor": _WEAK,
-    f"{STATIC}, all ops": "quantize_static(per_channel=True) of every op, the best of three calibrations with 8 inputs",
-    STATIC: "quantize_static(per_channel=True), the best of minmax, entropy and percentile calibration with 8 inputs",
+    TORCH_INT8: "quantize_dynamic with per_channel_dynamic_qconfig",
+    "torch int8 dynamic, per tensor": _WEAK,
+    _short(INT8_CONV): "quantize_dynamic(per_channel=True) of Conv, the better of int8 and uint8 weights",
+    _short(INT8): "quantize_dynamic(per_channel=True), int8 weights of MatMul and Gemm; sums that cannot saturate",
+    "int8 dynamic, per tensor": _WEAK,
+    f"{_short(STATIC)}, all ops": "quantize_static(per_channel=True) of every op, the best of three calibrations with 8 inputs",
+    _short(
+        STATIC
+    ): "quantize_static(per_channel=True), the best of minmax, entropy and percentile calibration with 8 inputs",
     "OpenVINO bf16, int8 weights": "NNCF's compress_weights, INT8_SYM, sums in bfloat16",
     "OpenVINO bf16, MXFP8 weights": "NNCF's compress_weights, MXFP8_E4M3 in blocks of 32, sums in bfloat16",
     "OpenVINO int8": "NNCF's quantize with 8 inputs, the preset MIXED",
     "OpenVINO bf16": "the precision bf16, where the processor has it",
     "OpenVINO fp32": "the precision f32",
     "llama.cpp Q8_0": "weights in Q8_0, flash attention, the threads of the table",
-    TORCH_INT8: "quantize_dynamic with per_channel_dynamic_qconfig",
-    "torch int8 dynamic, per tensor": _WEAK,
     "torchao to_mx": "torchao's MXTensor.to_mx, eager, or compiled where the table says so",
     "torchao": "torchao's quantizer with that scale rounding, eager",
     "torch bf16 autocast": "a float32 program under torch.autocast(bfloat16)",
     "torch bf16": "the eager module in bfloat16",
     "torch fp32": "the eager module in float32",
     "stock ONNX Runtime": _STOCK,
-    "ONNX Runtime": "the op Attention of opset 23, as it is",
+    "ONNX Runtime": _STOCK,
 }
 """The setting of each peer; a name that holds another comes before it."""
 

@@ -178,6 +178,16 @@ def test_overlapping_boxes_count_once_and_each_has_one_partner(conv_models):
     assert conv_models.matches([box], [box, box]) == 1
 
 
+def test_a_line_is_read_the_same_at_its_place_only(conv_models):
+    from read_page import same
+
+    corners = np.array([[0, 0], [80, 0], [80, 20], [0, 20]])
+    expected = [(corners, "amount due"), (corners + np.array([0, 30]), "page 2")]
+    moved = [(corners + 2, "amountdue"), (corners + np.array([0, 60]), "page 2")]
+    assert same(expected, moved, spaces=False) == [True, False]
+    assert same(expected, moved, spaces=True) == [False, False]
+
+
 def test_another_process_answers_as_a_session_of_this_one(small_linears):
     from peers import Peer
 

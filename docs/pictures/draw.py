@@ -143,41 +143,61 @@ def kernels() -> str:
     return picture(942, y + 38, "What each processor multiplies the products of each preset as", shapes)
 
 
-OURS = ("mxint8", "mxint8-bf16", "mxfp8", "mxfp8-bf16")
+OURS = ("mxint8", "mxint8-bf16", "mxint8-weight-only", "mxfp8", "mxfp8-bf16")
 STRONG = "#0b6e4f"
-LABEL_SIDES = {"MatMulNBits, 8 bits": (-12, 5, "end")}
+LABEL_SIDES = {"MatMulNBits, 8 bits": (-12, 5, "end"), "mxint8-weight-only": (-12, 12, "end")}
 """Where the name of a point is, if not to the right of it: contenders that are close to each other."""
 
 
-def retrieval() -> str:
-    """Returns time against quality of search, as benchmarks/retrieval.py measured them."""
-    results = json.loads((Path(__file__).parents[2] / "benchmarks/results/retrieval.json").read_text(encoding="utf-8"))
+def _speeds(name: str, head: str, words: tuple[str, str, str], kept: str, *, most: float, least: int) -> str:
+    """Returns speed against quality of a benchmark's contenders; `words` name the picture and its axes y and x.
+
+    `kept` is the column of the quality in percent; the axes reach to `most` times float32 and from `least` percent.
+    """
+    results = json.loads((Path(__file__).parents[2] / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
     rows = [dict(zip(results["columns"], row, strict=True)) for row in results["rows"]]
     left, right, top, bottom = 70, 730, 66, 300
 
-    def at(speed: float, kept: float) -> tuple[float, float]:
-        return left + (right - left) * speed / 3.5, bottom - (bottom - top) * (kept - 70) / 30
+    def at(speed: float, quality: float) -> tuple[float, float]:
+        return left + (right - left) * speed / most, bottom - (bottom - top) * (quality - least) / (100 - least)
 
+    title, vertical, horizontal = words
     shapes = [
-        text(20, 28, "Search with the real all-MiniLM-L6-v2: results kept, and texts per second", "title"),
-        text(20, 48, "of float32's ten nearest texts kept", "note"),
-        text(right, 346, "texts per second, float32 = 1", "note", "end"),
+        text(20, 28, head, "title"),
+        text(20, 48, vertical, "note"),
+        text(right, 346, horizontal, "note", "end"),
         text(20, 346, f"{results['machine']['processor']}, {results['machine']['cores']} cores", "note"),
     ]
-    for kept in (70, 80, 90, 100):
-        y = at(0, kept)[1]
+    for quality in range(least, 101, 10):
+        y = at(0, quality)[1]
         shapes.append(f'<line x1="{left}" y1="{y:g}" x2="{right}" y2="{y:g}" stroke="{LINE}"/>')
-        shapes.append(text(left - 8, y + 5, f"{kept} %", "note", "end"))
-    shapes += [
-        text(at(speed, 70)[0], bottom + 22, f"{speed:g}", "note", "middle")
-        for speed in (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5)
-    ]
+        shapes.append(text(left - 8, y + 5, f"{quality} %", "note", "end"))
+    for speed in np.arange(0, most + 0.25, 0.5):
+        shapes.append(text(at(speed, least)[0], bottom + 22, f"{speed:g}", "note", "middle"))
     for row in rows:
-        name, (x, y) = row["contender"], at(float(row["x float32"]), float(row["top 10 kept, %"]))
-        shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="{STRONG if name in OURS else FAINT}"/>')
-        dx, dy, anchor = LABEL_SIDES.get(name, (12, 5, "start"))
-        shapes.append(text(round(x + dx, 1), round(y + dy, 1), name, "title" if name in OURS else "plain", anchor))
-    return picture(760, 362, "Search with packed weights: share of results kept against speed", shapes)
+        if row["x float32"]:  # a control has no time
+            label, (x, y) = row["contender"], at(float(row["x float32"]), float(row[kept]))
+            fill, style = (STRONG, "title") if label in OURS else (FAINT, "plain")
+            shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="{fill}"/>')
+            dx, dy, anchor = LABEL_SIDES.get(label, (12, 5, "start"))
+            shapes.append(text(round(x + dx, 1), round(y + dy, 1), label, style, anchor))
+    return picture(760, 362, title, shapes)
+
+
+def retrieval() -> str:
+    """Returns speed against quality of search, as benchmarks/retrieval.py measured them."""
+    head = "Search with the real all-MiniLM-L6-v2: results kept, and texts per second"
+    title = "Search with packed weights: share of results kept against speed"
+    words = title, "of float32's ten nearest texts kept", "texts per second, float32 = 1"
+    return _speeds("retrieval", head, words, "top 10 kept, %", most=3.5, least=70)
+
+
+def ocr() -> str:
+    """Returns speed against quality of reading, as benchmarks/ocr.py measured them."""
+    head = "Pages read with the real PP-OCRv4: lines as in float32, and pages per second"
+    title = "Reading with packed weights: share of lines read as in float32 against speed"
+    words = title, "of lines read as float32 reads them, spaces aside", "pages per second, float32 = 1"
+    return _speeds("ocr", head, words, "read as float32, %", most=2.5, least=50)
 
 
 def masters() -> str:
