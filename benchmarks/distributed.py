@@ -149,7 +149,7 @@ def main() -> None:
         "Bytes: what all-gathers bring to a process, its own share and what is in no layer included.",
         "gloo on one machine; all processes share its processors. No network was measured.",
     ]
-    publish("distributed", title, COLUMNS, table, notes=notes, keep=not options.no_keep)
+    publish("distributed", title, COLUMNS, table, notes=notes, keep=not options.no_keep, own=4)
 
 
 if __name__ == "__main__":

@@ -141,11 +141,12 @@ def publish(
     keep: bool = True,
     per_processor: bool = True,
     threads: int = THREADS,
+    own: int = THREADS,
 ) -> None:
     """Prints the table and, if it is to be kept, writes it to the `results_file`s in JSON and Markdown.
 
     The notes end with the settings of the peers. `versions` are those of peers that run in an environment of their own.
-    Results that do not depend on the processor have one file.
+    Results that do not depend on the processor have one file. `own` is the most threads that the benchmark itself ran.
 
     Raises:
         ValueError: the table names a peer without a setting.
@@ -160,7 +161,8 @@ def publish(
         table.add_row(*map(str, row))
     peers = settings.named(cell for row in (columns, *rows) for cell in row)
     notes = [*notes, *(f"{name}: {setting}." for name, setting in peers.items())]
-    load = max(LOAD, os.getloadavg()[0])
+    # Before the benchmark every thread is another's; at its end its own count, too.
+    load = max(LOAD, os.getloadavg()[0] - max(0, own - THREADS))
     console = Console(width=200)
     console.print(table)
     for note in notes:

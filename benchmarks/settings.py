@@ -41,10 +41,8 @@ PEERS = {
     _short(INT8_CONV): "quantize_dynamic(per_channel=True) of Conv, the better of int8 and uint8 weights",
     _short(INT8): "quantize_dynamic(per_channel=True), int8 weights of MatMul and Gemm; sums that cannot saturate",
     "int8 dynamic, per tensor": _WEAK,
-    f"{_short(STATIC)}, all ops": "quantize_static(per_channel=True) of every op, the best of three calibrations with 8 inputs",
-    _short(
-        STATIC
-    ): "quantize_static(per_channel=True), the best of minmax, entropy and percentile calibration with 8 inputs",
+    f"{_short(STATIC)}, all ops": "quantize_static(per_channel=True) of every op, the best of 3 calibrations",
+    _short(STATIC): "quantize_static(per_channel=True), the best of 3 calibrations (minmax, entropy, percentile)",
     "OpenVINO bf16, int8 weights": "NNCF's compress_weights, INT8_SYM, sums in bfloat16",
     "OpenVINO bf16, MXFP8 weights": "NNCF's compress_weights, MXFP8_E4M3 in blocks of 32, sums in bfloat16",
     "OpenVINO int8": "NNCF's quantize with 8 inputs, the preset MIXED",

@@ -83,6 +83,8 @@ def test_the_shell_blocks_of_a_sample_run(sample: Path, tmp_path: Path) -> None:
     for module in next((needs for name, needs in NEEDS.items() if name in sample.name), ()):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}: see {sample.name}/README.md for the extra that has it")
+    if "ocr" in sample.name:
+        pytest.importorskip("cv2", reason="OpenCV needs the system's libGL", exc_type=ImportError)
     shutil.copytree(ROOT / "samples", tmp_path / "samples")
     folder = tmp_path / "samples" / sample.name
     commands = blocks(sample / "README.md", "bash")
@@ -214,6 +216,26 @@ def results(path: Path) -> dict[tuple[str, str], float]:
     )  # fmt: skip
     named = [dict(zip(header, row, strict=True)) for row in rows]
     return {(row.get("workload") or f"M = {row['M']}", row["contender"]): float(row["ms"]) for row in named}
+
+
+def test_the_speeds_of_the_readme_are_those_of_the_result_files() -> None:
+    header: list[str] = []
+    compared = 0
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip(" *`") for cell in line.strip("|").split("|")]
+        header = cells if line.startswith("| processor") else header
+        if not (row := re.match(r"\| \[[^]]*\]\((benchmarks/results/minilm[^)]*)\)", line)):
+            continue
+        times = {name: ms for (workload, name), ms in results(ROOT / row[1]).items() if workload == "8 x 128"}
+        for name, cell in zip(header[2:], cells[2:], strict=True):
+            if (speed := re.match(r"([0-9.]+)(, per \w+)?", cell)) is None:
+                continue
+            peers = {"int8 dynamic, ONNX Runtime": "ORT int8 dynamic", "bfloat16, OpenVINO": "OpenVINO bf16"}
+            contender = peers.get(name, name) + (speed[2] or "")
+            ratio = times["ORT fp32, best settings"] / times[contender]
+            assert float(speed[1]) == pytest.approx(ratio, abs=0.006), line
+            compared += 1
+    assert compared > 10
 
 
 def test_speeds_that_users_read_are_those_of_the_result_files() -> None:

@@ -7,12 +7,15 @@ fails if a file is stale.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import formats, numerics, numpy_nodes
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 # A background of its own keeps a picture legible where the page is dark.
 PAPER, INK, FAINT, LINE = "#ffffff", "#1f2933", "#5f6c7b", "#cbd2d9"
@@ -145,28 +148,38 @@ def kernels() -> str:
 
 OURS = ("mxint8", "mxint8-bf16", "mxint8-weight-only", "mxfp8", "mxfp8-bf16")
 STRONG = "#0b6e4f"
+BEST = "ORT fp32, best settings"
 LABEL_SIDES = {"MatMulNBits, 8 bits": (-12, 5, "end"), "mxint8-weight-only": (-12, 12, "end")}
 """Where the name of a point is, if not to the right of it: contenders that are close to each other."""
 
 
-def _speeds(name: str, head: str, words: tuple[str, str, str], kept: str, *, most: float, least: int) -> str:
-    """Returns speed against quality of a benchmark's contenders; `words` name the picture and its axes y and x.
+def _results(name: str) -> tuple[list[dict[str, str]], str]:
+    """Returns (the rows of a file of benchmarks/results, its processor)."""
+    results = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    machine = results["machine"]
+    where = f"{machine['processor']} with {machine['isa']}, {machine['cores']} cores"
+    return [dict(zip(results["columns"], row, strict=True)) for row in results["rows"]], where
 
-    `kept` is the column of the quality in percent; the axes reach to `most` times float32 and from `least` percent.
+
+def _speeds(
+    points: Mapping[str, tuple[float, float]], words: tuple[str, str, str, str], where: str, *, most: float, least: int
+) -> str:
+    """Returns speed against quality in percent, by contender.
+
+    `words` are the title, the head and the axes y and x; the axes reach to `most` times float32 and from `least`
+    percent.
     """
-    results = json.loads((Path(__file__).parents[2] / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
-    rows = [dict(zip(results["columns"], row, strict=True)) for row in results["rows"]]
     left, right, top, bottom = 70, 730, 66, 300
 
     def at(speed: float, quality: float) -> tuple[float, float]:
         return left + (right - left) * speed / most, bottom - (bottom - top) * (quality - least) / (100 - least)
 
-    title, vertical, horizontal = words
+    title, head, vertical, horizontal = words
     shapes = [
         text(20, 28, head, "title"),
         text(20, 48, vertical, "note"),
         text(right, 346, horizontal, "note", "end"),
-        text(20, 346, f"{results['machine']['processor']}, {results['machine']['cores']} cores", "note"),
+        text(20, 346, where, "note"),
     ]
     for quality in range(least, 101, 10):
         y = at(0, quality)[1]
@@ -174,37 +187,47 @@ def _speeds(name: str, head: str, words: tuple[str, str, str], kept: str, *, mos
         shapes.append(text(left - 8, y + 5, f"{quality} %", "note", "end"))
     for speed in np.arange(0, most + 0.25, 0.5):
         shapes.append(text(at(speed, least)[0], bottom + 22, f"{speed:g}", "note", "middle"))
-    for row in rows:
-        if row["x float32"]:  # a control has no time
-            label, (x, y) = row["contender"], at(float(row["x float32"]), float(row[kept]))
-            fill, style = (STRONG, "title") if label in OURS else (FAINT, "plain")
-            shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="{fill}"/>')
-            dx, dy, anchor = LABEL_SIDES.get(label, (12, 5, "start"))
-            shapes.append(text(round(x + dx, 1), round(y + dy, 1), label, style, anchor))
+    for label, point in points.items():
+        x, y = at(*point)
+        fill, style = (STRONG, "title") if label in OURS else (FAINT, "plain")
+        shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="{fill}"/>')
+        dx, dy, anchor = LABEL_SIDES.get(label, (12, 5, "start"))
+        shapes.append(text(round(x + dx, 1), round(y + dy, 1), label, style, anchor))
     return picture(760, 362, title, shapes)
 
 
 def retrieval() -> str:
     """Returns speed against quality of search, as benchmarks/retrieval.py measured them."""
-    head = "Search with the real all-MiniLM-L6-v2: results kept, and texts per second"
-    title = "Search with packed weights: share of results kept against speed"
-    words = title, "of float32's ten nearest texts kept", "texts per second, float32 = 1"
-    return _speeds("retrieval", head, words, "top 10 kept, %", most=3.5, least=70)
+    rows, where = _results("retrieval.avx2")
+    points = {row["contender"]: (float(row[f"x {BEST}"]), float(row["top 10 kept, %"])) for row in rows}
+    words = (
+        "Search with packed weights: share of results kept against speed",
+        "Search with the real all-MiniLM-L6-v2: results kept, and texts per second",
+        "of float32's ten nearest texts kept",
+        f"texts per second, {BEST} = 1",
+    )
+    return _speeds(points, words, where, most=2, least=80)
 
 
 def ocr() -> str:
     """Returns speed against quality of reading, as benchmarks/ocr.py measured them."""
-    head = "Pages read with the real PP-OCRv4: lines as in float32, and pages per second"
-    title = "Reading with packed weights: share of lines read as in float32 against speed"
-    words = title, "of lines read as float32 reads them, spaces aside", "pages per second, float32 = 1"
-    return _speeds("ocr", head, words, "read as float32, %", most=2.5, least=50)
+    rows, where = _results("ocr.avx2")
+    # The control, pages that are moved by a pixel, has no time.
+    points = {
+        row["contender"]: (float(row["x float32"]), float(row["read as float32, %"])) for row in rows if row["x float32"]
+    }
+    words = (
+        "Reading with packed weights: share of lines read as in float32 against speed",
+        "Pages read with the real PP-OCRv4: lines as in float32, and speed",
+        "of lines read as float32 reads them, spaces aside",
+        "pages per second, float32 = 1",
+    )
+    return _speeds(points, words, where, most=2, least=50)
 
 
 def masters() -> str:
     """Returns the losses of weights in MXFP8, with and without masters, as benchmarks/te_training.py measured them."""
-    results = json.loads(
-        (Path(__file__).parents[2] / "benchmarks/results/te_training.json").read_text(encoding="utf-8")
-    )
+    results = json.loads((RESULTS / "te_training.json").read_text(encoding="utf-8"))
     steps = [int(column.removeprefix("loss at ")) for column in results["columns"][3:]]
     colors = {"float32": FAINT, "MXFP8 and masters": STRONG, "MXFP8 without masters": RED}
     shapes = []
@@ -258,6 +281,7 @@ PICTURES = {
     "graph.svg": graph,
     "kernels.svg": kernels,
     "retrieval.svg": retrieval,
+    "ocr.svg": ocr,
     "masters.svg": masters,
 }
 """File -> the function that draws it."""

@@ -36,6 +36,11 @@ def test_a_session_opens_a_file(tmp_path):
     assert ort.session(tmp_path / "model.onnx").get_providers() == ["CPUExecutionProvider"]
 
 
+def test_an_argument_that_onnxruntime_would_ignore_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'options'"):
+        ort.session(weight_only(["m", 64], b=heavy_tailed((7, 64))), options=onnxruntime.SessionOptions())
+
+
 def test_registering_twice_says_what_to_do():
     options = onnxruntime.SessionOptions()
     ort.register(options)

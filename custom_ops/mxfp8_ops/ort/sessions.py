@@ -47,6 +47,10 @@ SkipLayerNormalization takes 2 to 5 times as long as Add and LayerNormalization 
 before, it took less. benchmarks/ort_optimizers.py measures it, up to version 1.31.
 """
 
+_SESSION_ARGUMENTS: Final = frozenset(
+    {"provider_options", "disabled_optimizers", "enable_fallback", "read_config_from_model"}
+)
+"""What onnxruntime.InferenceSession reads from its keyword arguments, besides those of `session`; it ignores others."""
 DISABLE: Final = "optimization.disable_specified_optimizers"
 """ONNX Runtime's configuration entry that lists the optimizations to leave out, separated by semicolons."""
 
@@ -136,13 +140,16 @@ def session(
         prepack: the copy of a constant weight that the processor keeps from the first run on. "auto": its codes in the
             layout of the kernel, 1.03 bytes a value; if the weight is mapped from an external data file, its pages are
             released. "never": no copy; each run rearranges the weight.
-        **kwargs: passed on to InferenceSession.
+        **kwargs: further arguments of InferenceSession, such as `provider_options`.
 
     Raises:
         ContractError: the file does not exist.
+        TypeError: InferenceSession has no such argument, which it would ignore.
         BackendError: the library is missing, ONNX Runtime is too old, or `device`, `keep_wide` or `prepack` cannot be
             used.
     """
+    for name in kwargs.keys() - _SESSION_ARGUMENTS:
+        raise TypeError(f"session() got an unexpected keyword argument {name!r}")
     ort = _onnxruntime()
     if not isinstance(model, bytes):
         if not os.path.isfile(model):
