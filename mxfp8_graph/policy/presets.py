@@ -104,8 +104,8 @@ MEASURED: Final[Mapping[str, Mapping[Preset, Measured]]] = {
     },
 }
 """By instruction set, on MiniLM with 8 x 128 tokens: benchmarks/results/presets.md, and for AVX2 presets.avx2.md, of a
-processor without AVX-512. With AMX, where INT8 weights were not measured, the speeds are of benchmarks/results/minilm.intel.md; errors
-do not depend on the processor."""
+processor without AVX-512. With AMX, where INT8 weights were not measured, the speeds are of
+benchmarks/results/minilm.intel.md; errors do not depend on the processor."""
 
 SAME: Final = 1.05
 """Two times or two errors within 5 % of each other count as equal."""
