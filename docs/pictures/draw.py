@@ -149,7 +149,7 @@ def kernels() -> str:
 OURS = ("mxint8", "mxint8-bf16", "mxint8-weight-only", "mxfp8", "mxfp8-bf16")
 STRONG = "#0b6e4f"
 BEST = "ORT fp32, best settings"
-LABEL_SIDES = {"MatMulNBits, 8 bits": (-12, 5, "end"), "mxint8-weight-only": (-12, 12, "end")}
+LABEL_SIDES = {"mxint8-weight-only": (-12, 8, "end"), "int8 static, per channel": (12, 18, "start")}
 """Where the name of a point is, if not to the right of it: contenders that are close to each other."""
 
 
