@@ -213,9 +213,8 @@ def ocr() -> str:
     """Returns speed against quality of reading, as benchmarks/ocr.py measured them."""
     rows, where = _results("ocr.avx2")
     # The control, pages that are moved by a pixel, has no time.
-    points = {
-        row["contender"]: (float(row["x float32"]), float(row["read as float32, %"])) for row in rows if row["x float32"]
-    }
+    timed = [row for row in rows if row["x float32"]]
+    points = {row["contender"]: (float(row["x float32"]), float(row["read as float32, %"])) for row in timed}
     words = (
         "Reading with packed weights: share of lines read as in float32 against speed",
         "Pages read with the real PP-OCRv4: lines as in float32, and speed",

@@ -186,7 +186,8 @@ def main() -> None:
         table.add_column(column, justify="right")
     for name, lines in read.items():
         right = same(read[FLOAT32], lines, spaces=False)
-        with_boxes(image, read[FLOAT32], right).save(options.folder / f"page.{name.split(',')[0].replace(' ', '-')}.png")
+        file = f"page.{name.split(',')[0].replace(' ', '-')}.png"
+        with_boxes(image, read[FLOAT32], right).save(options.folder / file)
         counts = (str(sum(same(read[FLOAT32], lines, spaces=spaces))) for spaces in (False, True))
         table.add_row(name, settings[name], f"{1e3 * statistics.median(seconds[name]):.0f}", *counts)
     print(*(text for _, text in read["mxint8"]), sep="\n")
