@@ -80,7 +80,7 @@ CALLS: list[Call] = [
     (CPU, lambda f: f.weight_gemm(X, E, S, np.full(4, "a")), ShapeError, "gemm: bias has dtype <U1; expected"),
     (CPU, lambda f: f.weight_gemm(X, E, None), ShapeError, "gemm: b_scales is a NoneType; expected a NumPy array"),
     (ALL, lambda f: f.weight_gemm(X, E, S, activation_dtype="float16"), ContractError,
-     "activation_dtype: 'float16'; expected one of bfloat16; correct the name"),
+     "activation_dtype: 'float16'; expected one of bfloat16; did you mean bfloat16"),
     (CPU, lambda f: f.weight_gemm(*NOTHING), BackendError,
      "gemm: no memory for an array of shape (1099511627776, 1099511627776)"),
     # --- rows of a table ---
