@@ -15,10 +15,8 @@ import numpy as np
 from contenders import Field, Runner
 from exports import export_minilm
 from harness import publish
-from minilm import model_folder
-from retrieval import TOKENS, functions
+from retrieval import TOKENS, feeds_of, functions, tokenizer
 from settings import BEST, INT8
-from tokenizers import Tokenizer
 
 TEXTS, BATCH = 256, 16
 RECIPES = ("mxint8", "mxint8-bf16", "mxfp8")
@@ -27,14 +25,9 @@ SAME = 1 - 1e-6
 
 def vectors(runner: Runner, texts: list[str], batch: int) -> np.ndarray:
     """Returns the normalized embedding of each text, in batches padded to the longest text."""
-    tokenizer = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
-    tokenizer.enable_truncation(TOKENS)
-    tokenizer.enable_padding()
-    rows = []
+    encoder, rows = tokenizer(), []
     for start in range(0, len(texts), batch):
-        encoded = tokenizer.encode_batch(texts[start : start + batch])
-        names = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
-        feeds = {name: np.array([getattr(each, of) for each in encoded]) for name, of in names.items()}
+        feeds = feeds_of(encoder, texts[start : start + batch])
         runner.feed(feeds)
         rows.append((runner.output() * feeds["attention_mask"][..., None]).sum(1).astype(np.float64))
     whole = np.concatenate(rows)

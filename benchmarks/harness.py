@@ -29,6 +29,7 @@ from rich.table import Table
 from mxfp8_ops import cpu
 
 RESULTS = Path(__file__).parent / "results"
+ENDINGS = ("json", "md")
 NOISY = 0.15
 THREADS = os.cpu_count() or 1
 BUSY = 1.5
@@ -145,7 +146,7 @@ def publish(
 ) -> None:
     """Prints the table and, if it is to be kept, writes it to the `results_file`s in JSON and Markdown.
 
-    The notes end with the settings of the peers. `versions` are those of peers that run in an environment of their own.
+    It adds the settings of the peers to the notes. `versions` has the versions of peers in other environments.
     Results that do not depend on the processor have one file. `own` is the most threads that the benchmark itself ran.
 
     Raises:
@@ -174,7 +175,6 @@ def publish(
             raise SystemExit(1)
     if not keep:
         return
-    RESULTS.mkdir(exist_ok=True)
     content = {
         "title": title,
         "machine": facts,
@@ -182,18 +182,24 @@ def publish(
         "rows": [list(r) for r in rows],
         "notes": list(notes),
     }
-    files = {end: results_file(name, end) if per_processor else RESULTS / f"{name}.{end}" for end in ("json", "md")}
+    _write(content, {end: results_file(name, end) if per_processor else RESULTS / f"{name}.{end}" for end in ENDINGS})
+
+
+def _write(content: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+    """Writes a result to its files, by ending."""
+    RESULTS.mkdir(exist_ok=True)
     files["json"].write_text(json.dumps(content, indent=1) + "\n")
+    facts, columns = content["machine"], content["columns"]
     lines = [
-        f"# {title}",
+        f"# {content['title']}",
         "",
         f"{facts['date']}, {facts['processor']}, {facts['cores']} cores with {' '.join(facts['features'])}, "
         f"{facts['threads']} threads, ISA {facts['isa']}; ",
     ]
     lines[-1] += ", ".join(f"{k} {v}" for k, v in facts["versions"].items())
     lines += ["", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
-    lines += ["", *(f"- {note}" for note in notes), ""]
+    lines += [f"| {' | '.join(map(str, row))} |" for row in content["rows"]]
+    lines += ["", *(f"- {note}" for note in content["notes"]), ""]
     files["md"].write_text("\n".join(lines))
 
 

@@ -64,17 +64,27 @@ def functions() -> Iterator[tuple[str, str]]:
             yield f"{module.__name__.split('.')[-1]} {words}", text[:LONGEST_DOCSTRING]
 
 
+def tokenizer() -> Tokenizer:
+    """Returns the model's tokenizer, which cuts at `TOKENS` and pads to the longest text."""
+    loaded = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
+    loaded.enable_truncation(TOKENS)
+    loaded.enable_padding()
+    return loaded
+
+
+def feeds_of(encoder: Tokenizer, texts: list[str]) -> Feeds:
+    """Returns the inputs of the model for a batch of texts."""
+    encoded = encoder.encode_batch(texts)
+    names = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
+    return {name: np.array([getattr(e, of) for e in encoded]) for name, of in names.items()}
+
+
 def batches(texts: list[str]) -> Iterator[tuple[list[int], Feeds]]:
     """Yields the places of texts of like lengths, and the inputs of the model."""
-    tokenizer = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
-    tokenizer.enable_truncation(TOKENS)
-    tokenizer.enable_padding()
-    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
+    encoder, order = tokenizer(), sorted(range(len(texts)), key=lambda place: len(texts[place]))
     for start in range(0, len(order), BATCH):
         places = order[start : start + BATCH]
-        encoded = tokenizer.encode_batch([texts[place] for place in places])
-        names = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
-        yield places, {name: np.array([getattr(e, of) for e in encoded]) for name, of in names.items()}
+        yield places, feeds_of(encoder, [texts[place] for place in places])
 
 
 def embed(runners: dict[str, Runner], texts: list[str], seconds: dict[str, float]) -> dict[str, np.ndarray]:

@@ -117,8 +117,7 @@ def rewrite(
     if options.get("dry_run"):
         options["overwrite"] = True  # it writes nothing, so an output that exists is no error
     chosen = load_recipe(recipe)
-    is_module = kind_of(model) is Kind.UNKNOWN and example_inputs is not None
-    model, kind, notes = _exported(model, example_inputs, dynamic_shapes)
+    source, (model, kind, notes) = model, _exported(model, example_inputs, dynamic_shapes)
     # ONNX models have no gradients; only an exported program can be trained.
     if training and not kind.is_program:
         what = "an ONNX model, which cannot be trained"
@@ -155,8 +154,8 @@ def rewrite(
 
         program, report = rewrite_torch(model, chosen, whole)
         report = replace(report, notes=(*report.notes, *notes))
-        if not is_module or program is None or isinstance(program, Path):
-            return program, report
+        if kind_of(source) is not Kind.UNKNOWN or program is None or isinstance(program, Path):
+            return program, report  # else a module came in
         from mxfp8_graph.torch_pass.export import as_module
 
         return as_module(program), report

@@ -177,9 +177,9 @@ def bytes_by_op(model: ir.Model) -> str:
     held: Counter[str] = Counter()
     for graph in (model.graph, *model.graph.subgraphs()):
         for value in graph.initializers.values():
-            users = value.consumers()
-            if users and value.const_value is not None:
-                held[users[0].op_type] += value.const_value.nbytes
+            users, tensor = value.consumers(), value.const_value
+            if users and tensor is not None and tensor.dtype != ir.DataType.STRING:  # as in `stored_tensors`
+                held[users[0].op_type] += tensor.nbytes
     named = ", ".join(f"{op} {size(count)}" for op, count in held.most_common(3) if count)
     return f"its weights: {named}" if named else ""
 

@@ -50,7 +50,7 @@ class Depths:
     """A column for each site in the order of the graph, above the names of layers."""
 
     title: str
-    """Of the numbers."""
+    """The title of the numbers."""
     columns: Sequence[tuple[str, str, float, bool]]
     """(layer, name, number, whether it is highlighted), at least one column."""
 

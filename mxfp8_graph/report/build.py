@@ -105,7 +105,7 @@ def _large(results: Results) -> str:
     stored = results.get("account", Account()).bytes_after
     weights: dict[Role, dict[str, int]] = defaultdict(dict)
     for site in results.get("sites", ()):
-        if site.decision.kind == "role" and site.decision.site.role in ROLE_SETTINGS:
+        if site.decision.kind == "role":
             weights[site.decision.site.role][site.decision.site.weight or site.name] = site.bytes_before
     held = {role: sum(each.values()) for role, each in weights.items()}
     role = max(held, key=lambda each: held[each], default=None)

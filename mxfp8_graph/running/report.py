@@ -148,8 +148,8 @@ class VerifyReport(Measurement):
         judged = [(o.rewritten.relative_l2, o.limit, o.name) for o in self.outputs if o.limit is not None]
         error, limit, name = max(judged)
         agree = f"{len(self.nodes)} kernels agree with their nodes, and " if self.nodes else ""
-        known = not math.isnan(self.plausible.typical)
-        usual = f"; of {self.plausible.formats} at most {self.plausible.typical:g} is typical" if known else ""
+        formats, typical, _ = self.plausible
+        usual = f"; of {formats} at most {typical:g} is typical" if formats else ""
         return f"Passed: {agree}the relative L2 of {name} is {error:.3g}, limit {limit:g}{usual}."
 
     def head(self) -> Head:

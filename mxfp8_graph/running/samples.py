@@ -137,7 +137,7 @@ def _arrays(path: Path) -> Inputs:
     except OSError as error:
         raise ShapeError.unreadable(path, error, "a readable .npz file") from None
     except Exception as error:  # zipfile and NumPy raise many classes for damaged files, such as zlib.error, TypeError
-        # Of another kind of file NumPy says that it may not unpickle it.
+        # NumPy takes any other file for a pickle, and its message would be about pickles.
         why = f": {first_line(error)}" if zipfile.is_zipfile(path) else ""
         what, expected = f"not an .npz file{why}", "plain arrays, one per input, or texts in a .jsonl file"
         raise ShapeError(path, what, expected=expected, advice="save it with numpy.savez") from None

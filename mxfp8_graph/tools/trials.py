@@ -28,6 +28,8 @@ _SYNTHESISED: Final = 8
 """Number of synthesised samples, if the user passes none."""
 _REPEATS: Final = 0.1
 """Relative difference of two medians that counts as none: on an idle machine they repeat within 10 %."""
+SAME_SIZE: Final = 1.01
+"""Ratio of two sizes within which they count as equal: scales of an embedding change the size."""
 _TURNS: Final = Execution(takes_turns=True)
 
 

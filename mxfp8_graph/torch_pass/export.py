@@ -75,7 +75,7 @@ def _with_dynamic_batch(
     for x in batched:
         shapes[x] = {0: Dim.AUTO}
     with internals.sizes_of_one_vary(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a size that the module fixes: the note says it
+        warnings.simplefilter("ignore")  # torch warns if the module fixes a size; our note says so, too
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
 
 

@@ -37,7 +37,7 @@ def main() -> None:
     session = ort.session("model/packed.onnx")
     for output, expected in zip(session.get_outputs(), session.run(None, {"x": x}), strict=True):
         assert np.array_equal(np.float32(answer[output.name]), expected), output.name
-        print(f"{output.name}: the server's {expected.shape} values are those of ort.session")
+        print(f"{output.name}: the server and ort.session give the same {expected.shape} values")
     try:
         urlopen(URL, b'{"x": [1]}').close()
     except HTTPError as error:

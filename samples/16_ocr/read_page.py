@@ -28,7 +28,7 @@ from mxfp8_ops import cpu, ort
 Line = tuple[np.ndarray, str]
 """The corners of a line [4, 2], and what it says."""
 Sessions = Sequence[Any]
-"""Of the detector and of the recognizer."""
+"""The sessions of the detector and of the recognizer."""
 
 WORDS = """
     invoice total amount due 2026 payment received from the customer order number shipping address quantity price

@@ -137,6 +137,10 @@ def test_a_model_without_matmuls_ends_with_3() -> None:
     assert refused("rewrite", save(model), code=3) == f"error: m.onnx: no MatMul or Gemm in the model{advice}"
     table = b.model(b.steps("Add x w>y"), *[{name: (np.float32, [2])} for name in "xy"], {"w": np.ones(2, np.float32)})
     assert refused("rewrite", save(table), code=3).endswith("nothing to rewrite; its weights: Add 8 bytes")
+    texts = onnx.helper.make_tensor("texts", onnx.TensorProto.STRING, [1], [b"a"])  # no size is known
+    table.graph.initializer.append(texts)
+    table.graph.node.append(b.node("Identity", "texts", "same"))
+    assert refused("rewrite", save(table), code=3).endswith("nothing to rewrite; its weights: Add 8 bytes")
     linear = onnx.helper.make_node("LinearRegressor", ["x"], ["z"], domain="ai.onnx.ml", coefficients=[1.0, 1.0])
     model.graph.node.append(linear)
     model.opset_import.add(domain="ai.onnx.ml", version=1)

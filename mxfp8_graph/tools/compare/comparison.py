@@ -18,10 +18,7 @@ from mxfp8_graph.report.scatter import Scatter
 from mxfp8_graph.report.section import Cell, Columns, Head, Section, Tile, byte_size, change, filled, number
 from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.metrics import Metric, Score
-from mxfp8_graph.tools.trials import Latency
-
-_SAME_SIZE: Final = 1.01
-"""Ratio of two sizes within which they count as equal."""
+from mxfp8_graph.tools.trials import SAME_SIZE, Latency
 
 LEGEND: Final = (
     ("recipes", "the rewritten model, in ONNX Runtime with our kernels; its size is the size of the files"),
@@ -181,7 +178,7 @@ class Comparison(Measurement):
         """
         if (choice := self.recommendation()) is None:
             return None
-        small = [row for row in self._real() if (row.byte_size or 0) <= _SAME_SIZE * (choice.byte_size or 0)]
+        small = [row for row in self._real() if (row.byte_size or 0) <= SAME_SIZE * (choice.byte_size or 0)]
         least = min(row.badness for row in small)
         good = [row for row in small if row.badness <= least + (presets.SAME - 1) * abs(least)]
         usual = next((row for row in good if row.name == presets.most_accurate(self.isa)), None)
@@ -221,7 +218,7 @@ class Comparison(Measurement):
         """Returns a recipe that is smaller than the recommended one, as a fact."""
         choice = self.recommendation()
         row = min(self._real(), key=lambda row: row.byte_size or 0, default=None)
-        if choice is None or row is None or (row.byte_size or 0) * _SAME_SIZE >= (choice.byte_size or 0):
+        if choice is None or row is None or (row.byte_size or 0) * SAME_SIZE >= (choice.byte_size or 0):
             return []
         numbers = f"{self._speed(row):.2g} times, {self.metrics[0].shown_title} {row.error:.2g}"
         return [("smallest", f"--recipe {row.name}: {size(row.byte_size or 0)}, {numbers}")]

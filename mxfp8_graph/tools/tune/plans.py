@@ -13,17 +13,15 @@ from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_graph.tools.analyze.run import patterns_of
 from mxfp8_ops.errors import RecipeError
 
-TREATMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "e4m3": {"weight_format": "e4m3", "activations": "e4m3", "scale_rounding": "ceil"},
-    "int8": PRESETS["mxint8"],
-    # With INT8 weights, which have a third of the error of E4M3 weights in the same size.
-    "bfloat16": PRESETS["mxint8-bf16"],
-    "weight-only": PRESETS["mxint8-weight-only"],
-}
-"""Treatment -> the settings of a recipe for it, which tuning chooses."""
-
+# The last two have INT8 weights, with a third of the error of E4M3 weights in the same size.
 NAMES: Final = {"e4m3": "mxfp8", "int8": "mxint8", "bfloat16": "mxint8-bf16", "weight-only": "mxint8-weight-only"}
 """Treatment -> the preset with its settings."""
+
+TREATMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "e4m3": {"weight_format": "e4m3", "activations": "e4m3", "scale_rounding": "ceil"},
+    **{treatment: PRESETS[NAMES[treatment]] for treatment in ("int8", "bfloat16", "weight-only")},
+}
+"""Treatment -> the settings of a recipe for it, which tuning chooses."""
 
 KEPT: Final = "kept"
 """The treatment of a site that is not rewritten."""

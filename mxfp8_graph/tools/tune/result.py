@@ -136,7 +136,7 @@ class Tuning(Measurement):
         tiles = [Tile("size", size(after), size(before), change(before, after))]
         if self.chosen.seconds:
             ms, old = (f"{seconds * 1e3:.3g} ms" for seconds in self.chosen.seconds)
-            tiles.append(Tile("speed", ms, old, f"{self.chosen.speed:.2f} times as fast"))
+            tiles.append(Tile("speed", ms, old, change(*self.chosen.seconds[::-1], faster=True)))
         for budget in self.budgets:
             value = budget.value(self.chosen.scores[budget.metric.name])
             tiles.append(Tile(budget.title, f"{value:.5g}", note=f"budget {budget}"))

@@ -26,7 +26,7 @@ from mxfp8_graph.running.sessions import Runnable
 from mxfp8_graph.tools.analyze.run import damages_alone
 from mxfp8_graph.tools.metrics import RELATIVE_L2, check_measurable
 from mxfp8_graph.tools.switches import open_switchable
-from mxfp8_graph.tools.trials import Bench, Measure, open_bench
+from mxfp8_graph.tools.trials import SAME_SIZE, Bench, Measure, open_bench
 from mxfp8_graph.tools.tune.budget import Budget, parse
 from mxfp8_graph.tools.tune.plans import KEPT, TREATMENTS, Plan
 from mxfp8_graph.tools.tune.result import BudgetNotMetError, Step, Tuning
@@ -38,8 +38,8 @@ _ROUNDS: Final = 7
 """Number of runs; a latency is their median."""
 _RANKED: Final = 4
 """Number of samples for the ranking of sites, spread over all samples; plans are measured on all."""
-_SAME_SIZE, _SAME_TIME = 1.01, 1.1
-"""Ratios within which plans count as equal: scales of an embedding change the size, and times repeat within 10 %."""
+_SAME_TIME: Final = 1.1
+"""Ratio of two times within which they count as equal: times repeat within 10 %."""
 
 
 class TuneOptions(SampleOptions, total=False):
@@ -166,7 +166,7 @@ class _Search:
         met = [step for step in self.steps if step.met]
         if met and not self.latency:
             least = min(step.byte_size for step in met)
-            met = [step for step in met if step.byte_size <= _SAME_SIZE * least]
+            met = [step for step in met if step.byte_size <= SAME_SIZE * least]
         timed = [step for step in met if step.latencies]
         if not timed:
             return min(met, key=lambda step: step.error, default=None)
