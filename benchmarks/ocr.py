@@ -1,8 +1,8 @@
 """Claim: PP-OCRv4 reads pages in mxint8, without calibration, as it reads them in float32.
 
 It uses the pages and the program of samples/16_ocr, which is RapidOCR's own; int8 is calibrated with other pages. A
-line is read as float32 reads it if the program finds a line at its place that says the same, spaces aside: they depend on
-less than quantization changes, as the row of float32 on pages that are moved by one pixel shows. Both counts are
+line is read as float32 reads it if the program finds a line at its place that says the same, spaces aside: they depend
+on less than quantization changes, as the row of float32 on pages that are moved by one pixel shows. Both counts are
 published.
 
 Milliseconds are the median over the pages of the whole program; contenders take turns page by page.
