@@ -75,7 +75,7 @@ class Linear(nn.Linear):
             return self._mxfp8(x, recipe)  # type: ignore[no-any-return]
         if torch.compiler.is_dynamo_compiling():
             raise _refused("torch.export.export(strict=True), which cannot record the recipe", "pass strict=False")
-        with record.traced(recipe):
+        with record.traced(recipe, **{record.LAYER_KEY: "te"}):
             return self._mxfp8(x, recipe)  # type: ignore[no-any-return]
 
     def _mxfp8(self, x: Tensor, recipe: Recipe) -> Any:

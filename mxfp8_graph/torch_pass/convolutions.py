@@ -100,19 +100,28 @@ def packed_weight(static: Static) -> tuple[Static, tuple[int, ...]]:
 def affine_behind(program: Program, node: Node, form: Convolution, statics: StaticOperands) -> Affine:
     """Returns the steps behind a convolution that only it feeds."""
     outputs = form.b.meta["val"].shape[0]
-    bias = _values(program, form.c, statics)
-    factors, numbers = np.ones(outputs), np.zeros(outputs) if bias is None else bias
     nodes: list[Node] = []
+    lines: list[Line] = []
     last = node
     while (step := _step(last)) and (line := _line(program, step[0], last, statics)):
         if any(each.size not in {1, outputs} for each in line) or _writes(last, step[-1]):
             break
-        factors, numbers = factors * line[0], numbers * line[0] + line[1]
+        lines.append(line)
         nodes += step
         last = step[-1]
+    return affine_of(outputs, _values(program, form.c, statics), lines, nodes)
+
+
+def affine_of(
+    outputs: int, bias: npt.NDArray[np.float64] | None, lines: Sequence[Line], nodes: Sequence[Node] = ()
+) -> Affine:
+    """Returns the steps behind a convolution with this bias, whose lines are given first to last."""
+    factors, numbers = np.ones(outputs), np.zeros(outputs) if bias is None else bias
+    for factor, number in lines:
+        factors, numbers = factors * factor, numbers * factor + number
     return Affine(
         factors=None if np.all(factors == 1) else factors.astype(np.float32),
-        numbers=None if bias is None and not nodes else numbers.astype(np.float32),
+        numbers=None if bias is None and not lines else numbers.astype(np.float32),
         nodes=tuple(nodes),
     )
 
@@ -179,7 +188,18 @@ def _batch_norm(program: Program, node: Node, x: Node, statics: StaticOperands) 
     scale, shift = (_values(program, each, statics) for each in affine)
     if mean is None or variance is None or any(v is None for v, a in zip((scale, shift), affine, strict=True) if a):
         return None
-    factor = (1.0 if scale is None else scale) / np.sqrt(variance + np.float32(internals.argument(node, "eps")))
+    return norm_line(mean, variance, scale, shift, internals.argument(node, "eps"))
+
+
+def norm_line(
+    mean: npt.NDArray[np.float64],
+    variance: npt.NDArray[np.float64],
+    scale: npt.NDArray[np.float64] | None,
+    shift: npt.NDArray[np.float64] | None,
+    eps: float,
+) -> Line:
+    """Returns the line of a batch normalization by running statistics [C]."""
+    factor = (1.0 if scale is None else scale) / np.sqrt(variance + np.float32(eps))
     return factor, (0.0 if shift is None else shift) - mean * factor
 
 

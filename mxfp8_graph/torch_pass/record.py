@@ -34,9 +34,9 @@ def mark(node: Node, recipe: Recipe) -> None:
 
 
 @contextmanager
-def traced(recipe: Recipe) -> Iterator[None]:
-    """In this context, torch.export adds the record of a rewrite to the nodes that it traces, and that of a layer."""
-    with preserve_node_meta(), annotate({**provenance.entries(recipe.to_record()), LAYER_KEY: "te"}):
+def traced(recipe: Recipe, **more: str) -> Iterator[None]:
+    """In this context, torch.export adds the record of a rewrite to the nodes that it traces, and `more`."""
+    with preserve_node_meta(), annotate({**provenance.entries(recipe.to_record()), **more}):
         yield
 
 

@@ -71,7 +71,7 @@ def rewrite_torch(
     else:
         program, reports, replaced = _replaced(*planned(source, recipe, options), recipe, options)
     decisions = [report.decision for report in reports]
-    accounted = account(decisions, byte_size(source), _stored_tensors(program.state, program.constants))
+    accounted = account(decisions, byte_size(source), stored_tensors(program.state, program.constants))
     done: Results = {"sites": reports, "account": accounted, "notes": [*notes, *replaced], "trained": trains}
     if options.dry_run:
         done["sites"] = [SiteReport(decision=decision) for decision in decisions]
@@ -100,10 +100,10 @@ def _training_notes(source: ExportedProgram) -> list[str]:
 
 def byte_size(program: ExportedProgram) -> int:
     """Returns the bytes of a program's parameters, buffers and constants, shared ones counted once."""
-    return sum(tensor.byte_size for tensor in _stored_tensors(program.state_dict, program.constants))
+    return sum(tensor.byte_size for tensor in stored_tensors(program.state_dict, program.constants))
 
 
-def _stored_tensors(state: Mapping[str, torch.Tensor], constants: Mapping[str, Any]) -> list[StoredTensor]:
+def stored_tensors(state: Mapping[str, torch.Tensor], constants: Mapping[str, Any]) -> list[StoredTensor]:
     """Returns the parameters, buffers (`state`) and constants by storage: tied weights and views share one."""
     storages: dict[int, StoredTensor] = {}
     for name, tensor in (*state.items(), *constants.items()):

@@ -1,0 +1,229 @@
+"""Modules with packed weights, and those that train. `pack` and `train` change a module in place: references stay valid.
+
+A packed weight is two uint8 buffers, plain tensors: `weight_mxfp8` [N, K], or [O, k..., C / group] of a convolution, and
+`weight_mxfp8_scales`, with the last axis in blocks of 32. `rewrite` gives a program the same names and bytes. `weight`
+dequantizes at each access, for code that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from mxfp8_graph import te
+from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.torch_pass import record
+
+CODES: Final = ("weight_mxfp8", "weight_mxfp8_scales")
+"""The buffers of a packed weight: elements and scales."""
+
+
+class Packed(nn.Module):
+    """What all modules with a packed weight share."""
+
+    recipe: Recipe
+    """The recipe that packed the weight; an export records it."""
+    weight_format: str
+    activations: str
+    """One of `recipe.Activations`, for this module."""
+    scale_rounding: str
+    weight_dtype: torch.dtype
+    """The dtype of `weight`. It follows half() and to(dtype)."""
+    weight_mxfp8: Tensor
+    weight_mxfp8_scales: Tensor
+    bias_f32: Tensor | None
+    """The bias of a convolution that took over a normalization; None for others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the result of the original module, with its weight and perhaps its activations rounded."""
+        if not torch.compiler.is_exporting():
+            return self._compute(x)
+        if torch.compiler.is_dynamo_compiling():
+            # Not one of our errors: torch.compile can raise builtin ones only.
+            raise RuntimeError("torch.export.export(strict=True) cannot record the recipe; pass strict=False")
+        with record.traced(self.recipe):
+            return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight, in the layout of the original module."""
+        codes, dtype = (self.weight_mxfp8, self.weight_mxfp8_scales), self.weight_dtype
+        values: Tensor = torch.ops.mxfp8.dequantize(*codes, -1, self.weight_format, not_default(dtype))
+        axes = range(1, values.dim() - 1)
+        return values.permute(0, -1, *axes) if axes else values  # a convolution has its channels last here
+
+    def _float_bias(self) -> Tensor | None:
+        bias: Tensor | None = self.bias if self.bias_f32 is None else self.bias_f32  # type: ignore[assignment]
+        return bias if bias is None or bias.dtype is torch.float32 else bias.float()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packed:
+        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        """Returns the text of the original module, and the formats."""
+        return f"{super().extra_repr()}, weight={self.weight_format}, activations={self.activations}"
+
+
+def not_default(dtype: torch.dtype) -> torch.dtype | None:
+    """Returns a dtype as an argument of our ops, whose default is float32: `rewrite` leaves defaults out, too."""
+    return None if dtype is torch.float32 else dtype
+
+
+VALUES: Final = {"unchanged": None, "bfloat16": torch.bfloat16}
+"""Activations that are not quantized -> the dtype that they are rounded to."""
+
+
+class PackedLinear(Packed, nn.Linear):
+    """y = x W^T + b of a packed W."""
+
+    def _compute(self, x: Tensor) -> Tensor:
+        ops, device = torch.ops.mxfp8, x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        codes, bias = (self.weight_mxfp8, self.weight_mxfp8_scales), self._float_bias()
+        y: Tensor
+        if self.activations in VALUES:
+            y = ops.weight_gemm(x, *codes, bias, self.weight_format, None, VALUES[self.activations])
+        elif x.requires_grad and torch.is_grad_enabled():
+            # The same bits. Gradients pass through the packed weight, so that adapters train.
+            formats = self.activations, self.weight_format, "E4M3", self.scale_rounding
+            y = ops.linear_packed(x, *codes, bias, *formats)
+        else:
+            rows = ops.quantize(x, -1, self.activations, self.scale_rounding)
+            y = ops.gemm(*rows, *codes, bias, self.activations, self.weight_format, not_default(x.dtype))
+        return y
+
+
+class PackedTransposed(PackedLinear):
+    """The Conv1D of transformers, whose weight is [K, N]."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight [K, N]."""
+        return super().weight.mT
+
+    def extra_repr(self) -> str:
+        """Returns the sizes."""
+        return f"{self.weight_mxfp8.shape[1]}, {self.weight_mxfp8.shape[0]}"
+
+
+class PackedEmbedding(Packed, nn.Embedding):
+    """Rows of a packed table."""
+
+    def _compute(self, x: Tensor) -> Tensor:
+        codes, dtype = (self.weight_mxfp8, self.weight_mxfp8_scales), not_default(self.weight_dtype)
+        y: Tensor = torch.ops.mxfp8.embedding(x, *codes, self.weight_format, dtype)
+        return y
+
+
+class _PackedConv(Packed):
+    """A convolution with a packed weight."""
+
+    def _compute(self, x: Tensor) -> Tensor:
+        conv: Any = self
+        bias = self._float_bias()
+        y: Tensor
+        if self.activations in VALUES:  # the weight alone is packed, and the op is the framework's
+            y = conv._conv_forward(x, self.weight, None if bias is None else bias.to(x.dtype))
+            return y
+        pads = [*conv.padding] * 2
+        if isinstance(conv.padding, str):
+            sizes = zip(conv.dilation, conv.kernel_size, strict=True)
+            totals = [d * (k - 1) * (conv.padding == "same") for d, k in sizes]
+            pads = [total // 2 for total in totals] + [
+                total - total // 2 for total in totals
+            ]  # an odd zero is behind x
+        # A single number stands for all, and may be the default.
+        window = [[*each][:1] if len({*each}) == 1 else [*each] for each in (conv.stride, pads, conv.dilation)]
+        codes, dtype = (self.weight_mxfp8, self.weight_mxfp8_scales), not_default(x.dtype)
+        formats = self.activations, self.scale_rounding
+        y = torch.ops.mxfp8.conv(x, *codes, bias, None, self.weight_format, dtype, *window, conv.groups, *formats)
+        return y
+
+
+class PackedConv1d(_PackedConv, nn.Conv1d):
+    """A convolution over one axis with a packed weight."""
+
+
+class PackedConv2d(_PackedConv, nn.Conv2d):
+    """A convolution over two axes with a packed weight."""
+
+
+class TrainingLinear(te.Linear):
+    """A `te.Linear` that trains by a recipe of its own where no `te.autocast` sets one."""
+
+    recipe: Recipe
+    own_recipe: Recipe
+    """The recipe for this layer alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [..., out_features] for [..., in_features]; the three products are in MXFP8."""
+        with nullcontext() if te.current_recipe() else te.autocast(recipe=self.own_recipe):
+            return super().forward(x)
+
+
+KINDS: Final[dict[type[nn.Module], type[Packed]]] = {
+    nn.Linear: PackedLinear,
+    te.Linear: PackedLinear,
+    TrainingLinear: PackedLinear,
+    nn.Embedding: PackedEmbedding,
+    nn.Conv1d: PackedConv1d,
+    nn.Conv2d: PackedConv2d,
+}
+"""The modules that can be packed. A subclass may compute another way, so it is none of them."""
+
+
+def kind_of(module: nn.Module) -> type[Packed] | None:
+    """Returns the class of the packed form of a module, or None."""
+    kind = type(module)
+    # By name: transformers need not be installed.
+    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        return PackedTransposed
+    return KINDS.get(kind)
+
+
+def pack(
+    module: nn.Module, codes: Sequence[Tensor], decision: Decision, recipe: Recipe, bias: Tensor | None = None
+) -> None:
+    """Turns a module that has a kind into its packed form in place.
+
+    Args:
+        module: the module.
+        codes: its buffers `CODES`.
+        decision: the formats.
+        recipe: the recipe to record.
+        bias: float32 [O], in place of the bias of the module; None keeps it.
+    """
+    packed: Any = module
+    dtype = packed.weight.dtype
+    del packed.weight
+    for name in ("quantizers", "fp8_meta"):  # of te.Linear
+        packed.__dict__.pop(name, None)
+    packed.__class__ = kind_of(module)
+    for name, code in zip(CODES, codes, strict=True):
+        packed.register_buffer(name, code)
+    packed.register_buffer("bias_f32", bias)
+    if bias is not None:
+        packed.bias = None
+    packed.recipe, packed.weight_dtype = recipe, dtype
+    for name in ("weight_format", "activations", "scale_rounding"):
+        setattr(packed, name, getattr(decision, name))
+
+
+def train(linear: nn.Module, decision: Decision, recipe: Recipe) -> None:
+    """Turns an nn.Linear into a `TrainingLinear` in place."""
+    layer: Any = linear
+    layer.__class__ = TrainingLinear
+    # The recipe chose this layer, so what it says of other layers does not matter here.
+    chosen = {"rules": (), "include": (), "exclude": (), "scale_rounding": decision.scale_rounding}
+    layer.recipe, layer.own_recipe = recipe, recipe.model_copy(update=chosen)
+    layer.quantizers, layer.fp8_meta = {"scaling_fwd": [], "scaling_bwd": []}, {}

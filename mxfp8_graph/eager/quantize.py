@@ -1,0 +1,247 @@
+"""quantize_() and pack(): the weights of a module, packed in place by the policy of `rewrite`."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxfp8_graph.eager import modules
+from mxfp8_graph.eager.experts import Stack
+from mxfp8_graph.eager.modules import Packed, TrainingLinear
+from mxfp8_graph.eager.sites import ModuleSite, identity, sites_of
+from mxfp8_graph.earlier_rewrite import already_rewritten
+from mxfp8_graph.naming import printable
+from mxfp8_graph.options import Options, Progress
+from mxfp8_graph.packing import NonFiniteError
+from mxfp8_graph.packing import pack as packed_rows
+from mxfp8_graph.policy import presets
+from mxfp8_graph.policy.plan import Decision, of_layers, plan, require_eligible, tied
+from mxfp8_graph.policy.recipe import Recipe, load_recipe
+from mxfp8_graph.provenance import RewriteRecord
+from mxfp8_graph.report.build import build_report
+from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account
+from mxfp8_graph.rewriting import AnyRecipe
+from mxfp8_graph.te import Linear
+from mxfp8_graph.torch_pass import internals, train
+from mxfp8_graph.torch_pass.operands import rows_of
+from mxfp8_graph.torch_pass.run import stored_tensors
+from mxfp8_ops.checks import scale_count
+from mxfp8_ops.errors import ContractError, Option
+
+_KEPT_IN_TRAINING = "training quantizes linears only; this stays in high precision"
+
+
+def quantize_(
+    model: nn.Module,
+    recipe: AnyRecipe = presets.DEFAULT,
+    *,
+    training: bool = False,
+    allow_nonfinite: bool = False,
+    progress: Progress | None = None,
+) -> RewriteReport:
+    """Packs the weights of a trained model in place, without an export; returns the report of `rewrite`.
+
+    nn.Linear, the Conv1D of transformers and its stacks of experts, and where the recipe has them nn.Conv1d, nn.Conv2d
+    and nn.Embedding, become modules with two uint8 buffers in place of a weight. By `rewrite`'s policy, names and rules,
+    with the same bytes. The batch normalization behind a convolution becomes an identity. Code that is no module
+    (attention products, functional calls) stays. Parameters ask for no gradients afterwards: set `requires_grad` of
+    those that an adapter trains. torch.export of the result is a rewritten program.
+
+    Args:
+        model: the module. Without values (on the meta device) it becomes a model to load packed weights into.
+        recipe: as in `rewrite`. Patterns match the dotted path of a module.
+        training: put linears in place that train in MXFP8, instead (`te.Linear`). `pack` packs them afterwards.
+        allow_nonfinite: pack weights with NaN or Inf instead of refusing them.
+        progress: called as progress(module, bytes_done, bytes_total) after each weight.
+
+    Raises:
+        ContractError: `model` is no module, or a weight cannot be packed. The model is unchanged.
+        RecipeError: the recipe is malformed, does not fit the model, or another recipe packed the model before.
+        NothingEligibleError: no weight is packed; it has the reasons.
+    """
+    if not isinstance(model, nn.Module):
+        what, advice = f"model is a {type(model).__name__}", "call rewrite for files and exported programs"
+        raise ContractError("quantize_", what, expected="a torch.nn.Module", advice=advice)
+    chosen, name = load_recipe(recipe), type(model).__name__
+    options = Options(name=name, training=training, allow_nonfinite=allow_nonfinite, progress=progress)
+    size, previous = byte_size(model), _record(model)
+    if already_rewritten(previous, chosen, options, what="model"):
+        return build_report(chosen, options, size, already_rewritten=True, bytes_after=size)
+    if previous is not None and previous.packed:
+        what, advice = f"{previous.node!r} is packed", "load the original, or train adapters beside the packed weights"
+        raise ContractError(name, what, expected="a model in high precision", advice=advice)
+    sites, decisions = planned(model, chosen, training=training)
+    require_eligible(decisions, name, wanted="module with a weight to pack")
+    notes = []
+    if training and (left_out := train.note(decisions)):
+        notes.append(left_out)
+        warnings.warn(printable(left_out), stacklevel=2)
+    if not (training or allow_nonfinite):
+        _check_finite(sites, decisions)
+    reports = _changed(sites, decisions, chosen, options)
+    if not training:
+        model.requires_grad_(False)
+        if model.training and any(site.norm for site, d in zip(sites, decisions, strict=True) if d.quantize):
+            notes.append("the model is in training mode; its folded normalizations use their running statistics")
+    accounted = account(decisions, size, _stored(model))
+    results: Any = {"sites": reports, "account": accounted, "notes": notes, "bytes_after": byte_size(model)}
+    return build_report(chosen, options, size, **results)
+
+
+def pack(model: nn.Module) -> RewriteReport:
+    """Packs a model that `quantize_(model, training=True)` prepared, by the recipe of its layers; returns the report.
+
+    Raises:
+        ContractError: the model has no such layers, or a weight has NaN or Inf.
+    """
+    layer = next((m for m in model.modules() if isinstance(m, TrainingLinear)), None)
+    if layer is None:
+        what, advice = "no layer of quantize_(model, training=True)", "call quantize_(model, recipe) to pack a model"
+        raise ContractError(type(model).__name__, what, expected="at least one", advice=advice)
+    return quantize_(model, layer.recipe)
+
+
+def planned(model: nn.Module, recipe: Recipe, *, training: bool = False) -> tuple[list[ModuleSite], list[Decision]]:
+    """Returns the sites of a model and their decisions; raises RecipeError as `quantize_`."""
+    sites = sites_of(model)
+    decisions = plan([site.matmul for site in sites], recipe)
+    decisions = of_layers(decisions, [isinstance(site.module, Linear) for site in sites], recipe)
+    if training:
+        for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
+            if decision.quantize and not isinstance(site.module, nn.Linear):
+                reason = _KEPT_IN_TRAINING
+                decisions[index] = replace(decision, kind="unfit", rule="structure", reason=reason)
+    decisions = tied(decisions, [_key(site) for site in sites])
+    if training:
+        train.check(recipe, decisions)
+    return sites, decisions
+
+
+def byte_size(model: nn.Module) -> int:
+    """Returns the bytes of a model's parameters and buffers, shared ones counted once."""
+    return sum(tensor.byte_size for tensor in _stored(model))
+
+
+def _stored(model: nn.Module) -> list[StoredTensor]:
+    named = itertools.chain(*(f(remove_duplicate=False) for f in (model.named_parameters, model.named_buffers)))
+    return stored_tensors(dict(named), {})
+
+
+def _record(model: nn.Module) -> RewriteRecord | None:
+    """Returns the record of an earlier call; None if there was none."""
+    for kinds, is_packed in (((Packed, Stack), True), ((TrainingLinear,), False)):
+        for path, module in model.named_modules():
+            if isinstance(module, kinds):
+                recipe: Any = module.recipe
+                return RewriteRecord(node=path, recipe=recipe.to_record(), packed=is_packed)
+    return None
+
+
+def _key(site: ModuleSite) -> Hashable:
+    """Returns a key of the weight of a site; None if it has none."""
+    return None if site.weight is None else identity(site.weight)
+
+
+def _check_finite(sites: Sequence[ModuleSite], decisions: Sequence[Decision]) -> None:
+    """Raises NonFiniteError if a weight to pack has a NaN or Inf: before the first change, since floats go away."""
+    for site, decision in zip(sites, decisions, strict=True):
+        if decision.quantize and internals.has_values(site.weight) and site.weight.numel():
+            least, most = site.weight.detach().aminmax()
+            if not (least.isfinite() and most.isfinite()):
+                advice = ("repair the checkpoint, or pass ", Option("allow_nonfinite", True), " to let it become NaN")
+                what = f"values from {float(least)} to {float(most)}"
+                raise NonFiniteError(f"weight {site.static.name!r}", what, expected="finite values", advice=advice)
+
+
+Codes = tuple[Tensor, Tensor, float | None]
+"""Elements, scales, the rounding error where it is known."""
+
+
+def _changed(
+    sites: Sequence[ModuleSite], decisions: Sequence[Decision], recipe: Recipe, options: Options
+) -> list[SiteReport]:
+    """Packs each chosen site, or prepares it for training; returns the report of each site."""
+    # Keys of weights that share memory, made while all of them live.
+    keys = [_key(site) for site in sites]
+    total = sum(each.site.weight_bytes for each in decisions if each.quantize)
+    done, packed, reports = 0, dict[Hashable, Codes](), []
+    for site, decision, weight in zip(sites, decisions, keys, strict=True):
+        if not decision.quantize:
+            reports.append(SiteReport(decision=decision))
+            continue
+        if options.training:
+            modules.train(site.module, decision, recipe)
+            reports.append(
+                SiteReport(decision=decision, nodes=(site.matmul.name,), bytes_after=site.matmul.weight_bytes)
+            )
+        else:
+            settings = decision.weight_format, decision.scale_rounding, site.transposed, _factor_key(site)
+            if (weight, settings) not in packed:
+                packed[weight, settings] = codes_of(site, decision, allow_nonfinite=options.allow_nonfinite)
+            *codes, error = packed[weight, settings]
+            put(site, decision, recipe, codes)
+            size = sum(code.nbytes for code in codes)
+            name = f"{site.static.name}_mxfp8"
+            reports.append(
+                SiteReport(
+                    decision=decision, nodes=(site.matmul.name,), packed=name, bytes_after=size, relative_l2=error
+                )
+            )
+        done += site.matmul.weight_bytes
+        if options.progress is not None:
+            options.progress(site.matmul.name, done, total)
+    return reports
+
+
+def _factor_key(site: ModuleSite) -> Hashable:
+    affine = site.affine
+    return None if affine is None or affine.factors is None else affine.factors.tobytes()
+
+
+def codes_of(site: ModuleSite, decision: Decision, *, allow_nonfinite: bool = False) -> Codes:
+    """Returns the packed weight of a site; without values if it has none yet."""
+    weight, shape = site.weight, site.matmul.weight_shape
+    if not internals.has_values(weight):
+        codes = (torch.empty(each, dtype=torch.uint8, device=weight.device) for each in (shape, _blocks(shape)))
+        return *codes, None  # type: ignore[return-value]
+    rows, flipped = rows_of(site.static, weight)
+    factor: Any = 1.0
+    if site.affine is not None and site.affine.factors is not None:
+        factor = site.affine.factors.repeat(site.static.shape[0] // site.affine.factors.size)
+    result = packed_rows(
+        replace(rows, name=site.static.name),
+        transposed=site.transposed != flipped,
+        factor=factor,
+        element_format=decision.weight_format,
+        scale_rounding=decision.scale_rounding,
+        allow_nonfinite=allow_nonfinite,
+    )
+    elements, scales = (torch.from_numpy(each).to(weight.device) for each in (result.elements, result.scales))
+    return elements.reshape(shape), scales.reshape(_blocks(shape)), result.relative_l2
+
+
+def _blocks(shape: Sequence[int]) -> tuple[int, ...]:
+    return (*shape[:-1], scale_count(shape[-1]))
+
+
+def put(site: ModuleSite, decision: Decision, recipe: Recipe, codes: Sequence[Tensor]) -> None:
+    """Puts packed codes in the place of a site's weight."""
+    if not isinstance(site.module, tuple(modules.KINDS)) and site.matmul.op == "_grouped_mm":
+        name = site.static.name.rpartition(".")[2]
+        stack = Stack(codes, decision, recipe, (site.weight.dtype, site.transposed))
+        delattr(site.module, name)
+        site.module.add_module(name, stack)
+        return
+    bias = None
+    if site.norm is not None and site.affine is not None and site.affine.numbers is not None:
+        bias = torch.from_numpy(site.affine.numbers).to(site.weight.device)
+        for name in [*site.norm._parameters, *site.norm._buffers]:
+            delattr(site.norm, name)
+        site.norm.__class__ = nn.Identity
+    modules.pack(site.module, codes, decision, recipe, bias)
