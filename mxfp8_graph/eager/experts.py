@@ -76,7 +76,8 @@ class Operand:
     def __torch_function__(cls, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Calls our op for a product along K, and `func` with the dequantized values for all else."""
         name, options = getattr(func, "__name__", "").rpartition(".")[2], kwargs or {}
-        first, second, *rest = *args, None, None
+        operands: list[Any] = [*args, None, None]
+        first, second, *rest = operands
         if isinstance(second, Operand):
             product, is_linear = partial(second.stack.product, first, second.codes), name == "linear"
             if name in _PRODUCTS and second.transposed is not is_linear:
@@ -138,6 +139,6 @@ class Stack(Operand, nn.Module):
                 return ops.gemm(*rows, *codes, None, *formats, dtype)  # type: ignore[no-any-return]
             return ops.grouped_gemm(*rows, *codes, offs, *formats, dtype)  # type: ignore[no-any-return]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stack:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -1,8 +1,9 @@
-"""Modules with packed weights, and those that train. `pack` and `train` change a module in place: references stay valid.
+"""Modules with packed weights, and those that train. `pack` and `train` change a module in place, so that references to
+it stay valid.
 
-A packed weight is two uint8 buffers, plain tensors: `weight_mxfp8` [N, K], or [O, k..., C / group] of a convolution, and
-`weight_mxfp8_scales`, with the last axis in blocks of 32. `rewrite` gives a program the same names and bytes. `weight`
-dequantizes at each access, for code that reads it.
+A packed weight is two uint8 buffers, plain tensors: `weight_mxfp8` [N, K], or [O, k..., C / group] of a convolution,
+and `weight_mxfp8_scales`, with the last axis in blocks of 32. `rewrite` gives a program the same names and bytes.
+`weight` dequantizes at each access, for code that reads it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from mxfp8_graph import te
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.torch_pass import record
+
+_OPS: Final = torch.ops.mxfp8
+_QUANTIZE: Final = _OPS.quantize.default
+_GEMM: Final = _OPS.gemm.default
+_WEIGHT_GEMM: Final = _OPS.weight_gemm.default
+_LINEAR_PACKED: Final = _OPS.linear_packed.default
 
 CODES: Final = ("weight_mxfp8", "weight_mxfp8_scales")
 """The buffers of a packed weight: elements and scales."""
@@ -57,16 +64,15 @@ class Packed(nn.Module):
         """The dequantized weight, in the layout of the original module."""
         codes, dtype = (self.weight_mxfp8, self.weight_mxfp8_scales), self.weight_dtype
         values: Tensor = torch.ops.mxfp8.dequantize(*codes, -1, self.weight_format, not_default(dtype))
-        axes = range(1, values.dim() - 1)
-        return values.permute(0, -1, *axes) if axes else values  # a convolution has its channels last here
+        return self._as_original(values)
 
-    def _float_bias(self) -> Tensor | None:
-        bias: Tensor | None = self.bias if self.bias_f32 is None else self.bias_f32  # type: ignore[assignment]
-        return bias if bias is None or bias.dtype is torch.float32 else bias.float()
+    def _as_original(self, values: Tensor) -> Tensor:
+        """Returns values in the layout of the original module."""
+        return values
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packed:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         """Returns the text of the original module, and the formats."""
@@ -82,41 +88,43 @@ VALUES: Final = {"unchanged": None, "bfloat16": torch.bfloat16}
 """Activations that are not quantized -> the dtype that they are rounded to."""
 
 
-class PackedLinear(Packed, nn.Linear):
+class PackedLinear(Packed, nn.Linear):  # type: ignore[override]
     """y = x W^T + b of a packed W."""
 
     def _compute(self, x: Tensor) -> Tensor:
-        ops, device = torch.ops.mxfp8, x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
-        codes, bias = (self.weight_mxfp8, self.weight_mxfp8_scales), self._float_bias()
+        # In as few steps as Python allows: a call of a small linear takes tens of microseconds.
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        own, form, activations = self._buffers, self.weight_format, self.activations
+        elements, scales, bias = own["weight_mxfp8"], own["weight_mxfp8_scales"], self._parameters["bias"]
+        if bias is not None and bias.dtype is not torch.float32:
+            bias = bias.float()  # type: ignore[assignment]
         y: Tensor
-        if self.activations in VALUES:
-            y = ops.weight_gemm(x, *codes, bias, self.weight_format, None, VALUES[self.activations])
-        elif x.requires_grad and torch.is_grad_enabled():
-            # The same bits. Gradients pass through the packed weight, so that adapters train.
-            formats = self.activations, self.weight_format, "E4M3", self.scale_rounding
-            y = ops.linear_packed(x, *codes, bias, *formats)
+        if activations in VALUES:
+            y = _WEIGHT_GEMM(x, elements, scales, bias, form, None, VALUES[activations])
+        elif torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
+            # Two ops, which a compiler shares among linears, and from which an export makes an ONNX file.
+            rows, row_scales = _QUANTIZE(x, -1, activations, self.scale_rounding)
+            dtype = None if x.dtype is torch.float32 else x.dtype
+            y = _GEMM(rows, row_scales, elements, scales, bias, activations, form, dtype)
         else:
-            rows = ops.quantize(x, -1, self.activations, self.scale_rounding)
-            y = ops.gemm(*rows, *codes, bias, self.activations, self.weight_format, not_default(x.dtype))
+            # The same bits in one op. Gradients pass through the packed weight, so that adapters train.
+            y = _LINEAR_PACKED(x, elements, scales, bias, activations, form, "E4M3", self.scale_rounding)
         return y
 
 
 class PackedTransposed(PackedLinear):
     """The Conv1D of transformers, whose weight is [K, N]."""
 
-    @property
-    def weight(self) -> Tensor:
-        """The dequantized weight [K, N]."""
-        return super().weight.mT
+    def _as_original(self, values: Tensor) -> Tensor:
+        return values.mT
 
     def extra_repr(self) -> str:
         """Returns the sizes."""
         return f"{self.weight_mxfp8.shape[1]}, {self.weight_mxfp8.shape[0]}"
 
 
-class PackedEmbedding(Packed, nn.Embedding):
+class PackedEmbedding(Packed, nn.Embedding):  # type: ignore[override]
     """Rows of a packed table."""
 
     def _compute(self, x: Tensor) -> Tensor:
@@ -128,9 +136,12 @@ class PackedEmbedding(Packed, nn.Embedding):
 class _PackedConv(Packed):
     """A convolution with a packed weight."""
 
+    def _as_original(self, values: Tensor) -> Tensor:
+        return values.permute(0, -1, *range(1, values.dim() - 1))
+
     def _compute(self, x: Tensor) -> Tensor:
         conv: Any = self
-        bias = self._float_bias()
+        bias: Tensor | None = conv.bias if self.bias_f32 is None else self.bias_f32
         y: Tensor
         if self.activations in VALUES:  # the weight alone is packed, and the op is the framework's
             y = conv._conv_forward(x, self.weight, None if bias is None else bias.to(x.dtype))
@@ -145,16 +156,17 @@ class _PackedConv(Packed):
         # A single number stands for all, and may be the default.
         window = [[*each][:1] if len({*each}) == 1 else [*each] for each in (conv.stride, pads, conv.dilation)]
         codes, dtype = (self.weight_mxfp8, self.weight_mxfp8_scales), not_default(x.dtype)
+        bias = bias if bias is None or bias.dtype is torch.float32 else bias.float()
         formats = self.activations, self.scale_rounding
         y = torch.ops.mxfp8.conv(x, *codes, bias, None, self.weight_format, dtype, *window, conv.groups, *formats)
         return y
 
 
-class PackedConv1d(_PackedConv, nn.Conv1d):
+class PackedConv1d(_PackedConv, nn.Conv1d):  # type: ignore[override]
     """A convolution over one axis with a packed weight."""
 
 
-class PackedConv2d(_PackedConv, nn.Conv2d):
+class PackedConv2d(_PackedConv, nn.Conv2d):  # type: ignore[override]
     """A convolution over two axes with a packed weight."""
 
 

@@ -48,10 +48,10 @@ def quantize_(
     """Packs the weights of a trained model in place, without an export; returns the report of `rewrite`.
 
     nn.Linear, the Conv1D of transformers and its stacks of experts, and where the recipe has them nn.Conv1d, nn.Conv2d
-    and nn.Embedding, become modules with two uint8 buffers in place of a weight. By `rewrite`'s policy, names and rules,
-    with the same bytes. The batch normalization behind a convolution becomes an identity. Code that is no module
-    (attention products, functional calls) stays. Parameters ask for no gradients afterwards: set `requires_grad` of
-    those that an adapter trains. torch.export of the result is a rewritten program.
+    and nn.Embedding, become modules with two uint8 buffers in place of a weight: by the policy, names and rules of
+    `rewrite`, and with its bytes. The batch normalization behind a convolution becomes an identity. Code that is no
+    module (attention products, functional calls) stays. Afterwards parameters ask for no gradients: set `requires_grad`
+    of those that an adapter trains. torch.export of the result is a rewritten program.
 
     Args:
         model: the module. Without values (on the meta device) it becomes a model to load packed weights into.
@@ -85,6 +85,9 @@ def quantize_(
     if not (training or allow_nonfinite):
         _check_finite(sites, decisions)
     reports = _changed(sites, decisions, chosen, options)
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) and isinstance(layer.linear1, Packed):
+            layer.activation_relu_or_gelu = 0  # else its fast path multiplies by the dequantized weights
     if not training:
         model.requires_grad_(False)
         if model.training and any(site.norm for site, d in zip(sites, decisions, strict=True) if d.quantize):
@@ -188,11 +191,8 @@ def _changed(
             put(site, decision, recipe, codes)
             size = sum(code.nbytes for code in codes)
             name = f"{site.static.name}_mxfp8"
-            reports.append(
-                SiteReport(
-                    decision=decision, nodes=(site.matmul.name,), packed=name, bytes_after=size, relative_l2=error
-                )
-            )
+            report = SiteReport(decision=decision, packed=name, bytes_after=size, relative_l2=error)
+        reports.append(replace(report, nodes=(site.matmul.name,)))
         done += site.matmul.weight_bytes
         if options.progress is not None:
             options.progress(site.matmul.name, done, total)
@@ -232,7 +232,7 @@ def _blocks(shape: Sequence[int]) -> tuple[int, ...]:
 
 def put(site: ModuleSite, decision: Decision, recipe: Recipe, codes: Sequence[Tensor]) -> None:
     """Puts packed codes in the place of a site's weight."""
-    if not isinstance(site.module, tuple(modules.KINDS)) and site.matmul.op == "_grouped_mm":
+    if site.matmul.op == "_grouped_mm":
         name = site.static.name.rpartition(".")[2]
         stack = Stack(codes, decision, recipe, (site.weight.dtype, site.transposed))
         delattr(site.module, name)

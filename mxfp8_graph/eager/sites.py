@@ -33,21 +33,8 @@ _REPORTED: Final = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttent
 """Modules that a report lists, packed or not."""
 _NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d)
 _HEADS: Final = frozenset(
-    [
-        "lm_head",
-        "embed_out",
-        "logits",
-        "classifier",
-        "classification_head",
-        "score",
-        "head",
-        "heads",
-        "fc",
-        "qa_outputs",
-        "cls",
-        "proj_out",
-        "output_projection",
-    ]
+    {"lm_head", "embed_out", "logits", "classifier", "classification_head", "score", "head", "heads", "fc"}
+    | {"qa_outputs", "cls", "proj_out", "output_projection"}
 )
 """Names of modules at the top of a model whose last linear is its head."""
 _ROUTERS: Final = frozenset({"gate", "router", "gating"})
@@ -68,7 +55,7 @@ class ModuleSite:
     """The normalization behind a convolution that its weight takes over."""
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Any:
         """The parameter."""
         return weight_of(self.module, self.static.name.rpartition(".")[2])
 
@@ -120,7 +107,7 @@ def _site(
     shape = eligibility.k_last(shape, transposed)
     matmul = MatMulSite(
         name=path or type(module).__name__,
-        op={nn.MultiheadAttention: "linear"}.get(type(module), _op(module)),
+        op=_op(module),
         module=path,
         role=role or "linear",
         n=shape[0] if shape else None,
@@ -163,7 +150,7 @@ def _op(module: nn.Module) -> str:
     """Returns the name that `rewrite` has for the op of a module."""
     if isinstance(module, nn.Embedding):
         return "embedding"
-    return "linear" if isinstance(module, nn.Linear) else type(module).__name__.lower()
+    return type(module).__name__.lower() if isinstance(module, _CONVOLUTIONS) else "linear"
 
 
 def _blocker(module: nn.Module) -> str | None:
@@ -292,8 +279,8 @@ def _folded(conv: Any, norm: Any) -> Affine:
     """Returns the steps behind a convolution: its normalization by running statistics, if there is one."""
     lines = []
     if norm is not None:
-        statistics = map(_values, (norm.running_mean, norm.running_var, norm.weight, norm.bias))
-        lines.append(convolutions.norm_line(*statistics, norm.eps))
+        mean, variance, scale, shift = map(_values, (norm.running_mean, norm.running_var, norm.weight, norm.bias))
+        lines.append(convolutions.norm_line(mean, variance, scale, shift, norm.eps))
     return convolutions.affine_of(conv.weight.shape[0], _values(conv.bias), lines)
 
 

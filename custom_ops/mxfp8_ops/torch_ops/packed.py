@@ -24,8 +24,10 @@ from torch import Tensor
 
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.torch_ops import gradients
+from mxfp8_ops.torch_ops.gemm import gemm_cpu
 from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS, Gradient
 from mxfp8_ops.torch_ops.operands import Op
+from mxfp8_ops.torch_ops.quantize import quantize_cpu
 
 
 def linear_packed(  # noqa: PLR0917 - the op's schema
@@ -56,6 +58,24 @@ def linear_packed(  # noqa: PLR0917 - the op's schema
     rows = ops.quantize.default(x, -1, a_format, scale_rounding)
     result: Tensor = ops.gemm.default(*rows, b, b_scales, bias, a_format, b_format, dtype or x.dtype)
     return result
+
+
+def _cpu(  # noqa: PLR0917 - the op's schema
+    x: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    fp8_format: str = "E4M3",
+    scale_rounding: str = "ceil",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns `linear_packed` of CPU tensors: two kernels in one call of the dispatcher."""
+    if fp8_format not in GRADIENT_FORMATS:
+        raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
+    rows, scales = quantize_cpu(x, -1, a_format, scale_rounding)
+    return gemm_cpu(rows, scales, b, b_scales, bias, a_format, b_format, dtype or x.dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -89,7 +109,8 @@ OPS: Final = (
         str b_format="e4m3", str fp8_format="E4M3", str scale_rounding="ceil", ScalarType? dtype=None) -> Tensor""",
         {
             "CompositeExplicitAutograd": linear_packed,
-            "Autograd": gradients.kernel("linear_packed", (0, 3), _record, _INSTEAD),
+            "CPU": _cpu,
+            "Autograd": gradients.kernel("linear_packed", (0, 3), _record, _INSTEAD, _cpu),
         },
     ),
 )
