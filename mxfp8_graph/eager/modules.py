@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.fx.traceback import annotate
 
-from mxfp8_graph import te
+from mxfp8_graph import provenance, te
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.torch_pass import record
@@ -35,6 +36,8 @@ class Packed(nn.Module):
 
     recipe: Recipe
     """The recipe that packed the weight; an export records it."""
+    record: dict[str, str]
+    """The recipe as metadata of a node."""
     weight_format: str
     activations: str
     """One of `recipe.Activations`, for this module."""
@@ -50,9 +53,9 @@ class Packed(nn.Module):
         """Returns the result of the original module, with its weight and perhaps its activations rounded."""
         if not torch.compiler.is_exporting():
             return self._compute(x)
-        if torch.compiler.is_dynamo_compiling():
-            # Not one of our errors: torch.compile can raise builtin ones only.
-            raise RuntimeError("torch.export.export(strict=True) cannot record the recipe; pass strict=False")
+        if torch.compiler.is_dynamo_compiling():  # strict=True, which traces this line
+            with annotate(self.record):
+                return self._compute(x)
         with record.traced(self.recipe):
             return self._compute(x)
 
@@ -227,6 +230,7 @@ def pack(
     if bias is not None:
         packed.bias = None
     packed.recipe, packed.weight_dtype = recipe, dtype
+    packed.record = provenance.entries(recipe.to_record())
     for name in ("weight_format", "activations", "scale_rounding"):
         setattr(packed, name, getattr(decision, name))
 
