@@ -79,6 +79,8 @@ def quantize_(
     sites, decisions = planned(model, chosen, training=training)
     require_eligible(decisions, name, wanted="module with a weight to pack")
     notes = []
+    if chosen.attention_scores or chosen.attention_values:
+        notes.append("attention products are no modules, so they stay in high precision; rewrite quantizes them")
     if training and (left_out := train.note(decisions)):
         notes.append(left_out)
         warnings.warn(printable(left_out), stacklevel=2)
@@ -178,21 +180,18 @@ def _changed(
         if not decision.quantize:
             reports.append(SiteReport(decision=decision))
             continue
+        report = SiteReport(decision=decision, nodes=(site.matmul.name,), bytes_after=site.matmul.weight_bytes)
         if options.training:
             modules.train(site.module, decision, recipe)
-            reports.append(
-                SiteReport(decision=decision, nodes=(site.matmul.name,), bytes_after=site.matmul.weight_bytes)
-            )
         else:
             settings = decision.weight_format, decision.scale_rounding, site.transposed, _factor_key(site)
             if (weight, settings) not in packed:
                 packed[weight, settings] = codes_of(site, decision, allow_nonfinite=options.allow_nonfinite)
             *codes, error = packed[weight, settings]
             put(site, decision, recipe, codes)
-            size = sum(code.nbytes for code in codes)
-            name = f"{site.static.name}_mxfp8"
-            report = SiteReport(decision=decision, packed=name, bytes_after=size, relative_l2=error)
-        reports.append(replace(report, nodes=(site.matmul.name,)))
+            size, name = sum(code.nbytes for code in codes), f"{site.static.name}_mxfp8"
+            report = replace(report, packed=name, bytes_after=size, relative_l2=error)
+        reports.append(report)
         done += site.matmul.weight_bytes
         if options.progress is not None:
             options.progress(site.matmul.name, done, total)
