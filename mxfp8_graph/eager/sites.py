@@ -158,10 +158,10 @@ def _blocker(module: nn.Module) -> str | None:
     name = type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention multiplies by parameters of its own; rewrite an exported program to pack them"
-    if kind_of(module) is None:
-        return f"{name} may compute another way than the module of torch that it extends; rewrite an exported program"
     if weight_of(module) is None:
         return "its weight is computed at run time (parametrization, weight_norm); make it a parameter first"
+    if kind_of(module) is None:
+        return f"{name} may compute another way than the module of torch that it extends; rewrite an exported program"
     if type(weight_of(module).data) is not torch.Tensor:
         return f"its weight is a {type(weight_of(module).data).__name__}; expected a plain tensor"
     if "forward" in module.__dict__:

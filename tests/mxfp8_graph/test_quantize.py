@@ -1,0 +1,380 @@
+"""quantize_(): a module packed in place has the bytes, the outputs and the reasons of the rewritten program."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import test_torch_models as whole  # noqa: E402
+from safetensors.torch import load_model, save_model  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch_programs import export, relative_l2, values  # noqa: E402
+
+import mxfp8_graph  # noqa: E402
+from mxfp8_graph import Recipe, pack, quantize_, rewrite, te  # noqa: E402
+from mxfp8_graph.eager.modules import Packed  # noqa: E402
+from mxfp8_ops.errors import ContractError, RecipeError  # noqa: E402
+
+PRODUCTS = {"attention_scores", "attention_values", "product"}
+INT8_ALL = Recipe(weight_format="int8", activations="int8", embeddings=True, output_projections=True)
+
+
+class Residual(nn.Module):
+    """Two convolutions, each with its normalization; the second reads no other than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
+        self.conv2, self.bn2 = nn.Conv2d(32, 32, 3, padding="same", groups=1), nn.BatchNorm2d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))).relu()
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """Returns the model with statistics that are no identity."""
+    torch.manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for each in (module.running_mean, module.weight, module.bias):
+                nn.init.normal_(each)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    return model.eval()
+
+
+def residual() -> nn.Module:
+    stem, pool = [nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32)], [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return randomized(nn.Sequential(*stem, Residual(), nn.Conv2d(32, 64, 1, 2), *pool, nn.Linear(64, 40)))
+
+
+def resnet() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1], "num_labels": 40}
+    return randomized(transformers.ResNetForImageClassification(transformers.ResNetConfig(**sizes)))
+
+
+def built(name: str) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Returns a model, its program and inputs by name."""
+    if name in {"residual", "resnet"}:
+        model = residual() if name == "residual" else resnet()
+        inputs = {"input" if name == "residual" else "pixel_values": torch.randn(2, 3, 32, 32)}
+        return model, export(model, **inputs), inputs
+    model, _, experts = name.partition(" of ")
+    return whole.build(model, experts)
+
+
+def tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for ours, theirs in zip(tensors(found), tensors(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def reasons(report: mxfp8_graph.RewriteReport) -> dict[str, set[str]]:
+    result: dict[str, set[str]] = {}
+    for site in report.sites:
+        if site.decision.site.role not in PRODUCTS and "gate" not in site.decision.site.module.split("."):
+            result.setdefault(site.decision.site.module, set()).add(site.reason)
+    return result
+
+
+NO_ATTENTION = Recipe(name="no attention", exclude=("self_attn",))
+"""nn.MultiheadAttention multiplies by parameters of its own."""
+PRESETS = ("mxfp8", "mxint8", "mxint8-bf16", "mxint8-weight-only")
+CASES: list[tuple[str, Any]] = [
+    *((name, recipe) for name in ("bert", "vit", "t5", "llama", "mixtral of grouped_mm") for recipe in PRESETS),
+    *(("residual", recipe) for recipe in ("mxint8", "mxint8-weight-only", "all")),
+    *((name, INT8_ALL) for name in ("llama tied", "gpt2", "resnet", "residual")),
+    ("mixtral of batched_mm", "mxint8"),
+    ("encoder", NO_ATTENTION),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe"), CASES, ids=lambda each: getattr(each, "name", each))
+def test_outputs_bytes_and_reasons_are_those_of_the_rewritten_program(name: str, recipe: Any) -> None:
+    model, program, inputs = built(name)
+    rewritten, expected = rewrite(program, recipe)
+    model = copy.deepcopy(model)
+    report = quantize_(model, recipe)
+    with torch.no_grad():
+        found, wanted = model(**inputs), rewritten.module()(**inputs)
+    if name == "encoder":  # torch has another kernel for its attention in eager mode
+        assert relative_l2(found, wanted) < 1e-6
+    else:
+        assert_same(found, wanted)
+        ours, theirs = reasons(report), reasons(expected)
+        assert {name: ours.get(name) for name in theirs} == theirs
+    codes = [
+        {t.numpy().tobytes() for n, t in state.items() if "_mxfp8" in n}
+        for state in (model.state_dict(), rewritten.state_dict)
+    ]
+    assert codes[0] == codes[1]
+    assert len(report.rewritten) == len(expected.rewritten)
+
+
+def files(folder: Path, *programs: Any) -> list[onnx.ModelProto]:
+    pytest.importorskip("onnxscript")
+    models = [onnx.load(mxfp8_graph.to_onnx(each, folder / f"{i}.onnx")) for i, each in enumerate(programs)]
+    for node in (node for model in models for node in model.graph.node):
+        del node.metadata_props[:]  # the classes of the modules
+    return models
+
+
+def test_the_export_is_a_rewritten_program_and_its_file_the_same(tmp_path: Path) -> None:
+    model, program, inputs = built("bert")
+    quantize_(model := copy.deepcopy(model), "mxint8")
+    found = export(model, dynamic=dict.fromkeys(inputs, whole.TOKENS), **inputs)
+    assert rewrite(found, "mxint8")[1].already_rewritten
+    first, second = files(tmp_path, found, rewrite(program, "mxint8")[0])
+    assert first == second
+
+
+def test_the_file_of_a_network_has_the_same_nodes_and_weights(tmp_path: Path) -> None:
+    model, program, inputs = built("residual")
+    quantize_(model := copy.deepcopy(model), "mxint8")
+    first, second = files(tmp_path, export(model, **inputs), rewrite(program, "mxint8")[0])
+    ops = [[(node.op_type, *node.attribute) for node in each.graph.node] for each in (first, second)]
+    assert ops[0] == ops[1]
+    assert [*first.graph.initializer] == [*second.graph.initializer]
+
+
+def test_a_strict_export_has_the_record_too() -> None:
+    quantize_(model := residual(), "mxint8")
+    x = torch.randn(1, 3, 16, 16)
+    program = torch.export.export(model, (x,), strict=True)
+    assert rewrite(program, "mxint8")[1].already_rewritten
+    assert_same(program.module()(x), model(x))
+
+
+def linears() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.LayerNorm(64)).eval()
+
+
+X = values(5, 64)
+
+
+def test_copies_and_saved_states_give_the_same_bits(tmp_path: Path) -> None:
+    quantize_(model := linears(), "mxint8")
+    y = model(X)
+    assert_same(copy.deepcopy(model)(X), y)
+    torch.save(model, stream := io.BytesIO())
+    assert_same(torch.load(io.BytesIO(stream.getvalue()), weights_only=False)(X), y)
+    quantize_(
+        fresh := linears().apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None), "mxint8"
+    )
+    save_model(model, tmp_path / "m.safetensors")
+    load_model(fresh, tmp_path / "m.safetensors")
+    assert_same(fresh(X), y)
+    with torch.device("meta"):
+        empty = linears()
+    quantize_(empty, "mxint8")
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert_same(empty(X), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_another_dtype_reaches_results_and_weights(dtype: Any) -> None:
+    quantize_(model := linears(), "mxint8")
+    model.to(dtype)
+    assert model(X.to(dtype)).dtype == model[0].weight.dtype == dtype
+    assert model[0].weight_mxfp8.dtype == torch.uint8
+    quantize_(other := linears().to(dtype), "mxint8")
+    assert_same(
+        other(X.to(dtype)), rewrite(linears().to(dtype), "mxint8", example_inputs=(X.to(dtype),))[0](X.to(dtype))
+    )
+    with torch.autocast("cpu", dtype):
+        assert linears()(X).dtype == model.float()(X).dtype
+
+
+def test_a_compiler_sees_one_graph() -> None:
+    quantize_(model := linears(), "mxint8")
+    explained = torch._dynamo.explain(model)(X)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+    torch._dynamo.reset()
+
+
+def test_gradients_pass_through_packed_weights_and_keep_the_bits() -> None:
+    quantize_(model := linears(), "mxint8")
+    expected = model(X)
+    model[0].bias.requires_grad_()
+    model[3].weight.requires_grad_()
+    y = model(x := X.clone().requires_grad_())
+    assert_same(y.detach(), expected)
+    y.square().sum().backward()
+    assert all(float(t.grad.abs().sum()) > 0 for t in (x, model[0].bias, model[3].weight))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_training_is_that_of_the_program_and_pack_gives_its_bytes(name: str) -> None:
+    model, program, inputs = built(name)
+    trained, _ = rewrite(program, training=True)
+    quantize_(model := copy.deepcopy(model), training=True)
+    y = model(**inputs)
+    assert_same(y, trained.module()(**inputs))
+    tensors(y)[0].sum().backward()
+    torch.optim.SGD([p for p in model.parameters() if p.grad is not None], 0.1).step()
+    plain = copy.deepcopy(whole.build(name).model)
+    plain.load_state_dict(model.state_dict())
+    pack(model)
+    quantize_(plain, "mxfp8")
+    assert_same(model.state_dict(), plain.state_dict())
+    assert not any(isinstance(module, te.Linear) for module in model.modules())
+
+
+def test_a_layer_of_training_follows_an_autocast_of_te() -> None:
+    quantize_(model := linears(), training=True)
+    with te.autocast(recipe="ocp"):
+        found = model(X)
+    quantize_(other := linears(), "ocp", training=True)
+    assert_same(found, other(X))
+    assert not torch.equal(found, model(X))
+
+
+class Mlp(nn.Module):
+    """A network whose code torch.fx can trace; its names tell nothing."""
+
+    def __init__(self, branch: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.branch = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.branch and x.sum() > 0:  # torch.fx cannot trace this
+            x = -x
+        picked = torch.topk(self.b(x), 1).indices
+        return self.c(torch.gather(self.a(x), -1, picked).expand(-1, 64)).softmax(-1)
+
+
+def named(**modules: nn.Module) -> nn.Module:
+    model = Mlp(branch=True)
+    del model.a, model.b, model.c
+    for name, module in modules.items():
+        model.add_module(name, module)
+    return model
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(64, 64)
+
+
+ROLES = {
+    "its graph": (Mlp(), {"a": "linear", "b": "router", "c": "output_projection"}),
+    "its names": (
+        named(gate=linear(), up=linear(), head=nn.Sequential(linear(), nn.Tanh(), linear())),
+        {"gate": "router", "up": "linear", "head.0": "linear", "head.2": "output_projection"},
+    ),
+    "a wrapper": (
+        named(model=named(up=linear(), fc=linear())),
+        {"model.up": "linear", "model.fc": "output_projection"},
+    ),
+}
+"""What tells the roles -> a model, and the role of each of its linears."""
+
+
+@pytest.mark.parametrize("told_by", ROLES)
+def test_roles_come_from(told_by: str) -> None:
+    model, expected = ROLES[told_by]
+    report = quantize_(copy.deepcopy(model))
+    assert {site.name: site.decision.site.role for site in report.sites} == expected
+
+
+def parametrized() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def replaced() -> nn.Module:
+    linear = nn.Linear(64, 64)
+    linear.forward = lambda x: x
+    return linear
+
+
+KEPT = {
+    "computed at run time": parametrized,
+    "Scaled may compute another way": lambda: Scaled(64, 64),
+    "replaced in this instance": replaced,
+    "multiplies by parameters of its own": lambda: nn.MultiheadAttention(64, 2),
+    "padding_mode 'circular'": lambda: nn.Conv1d(32, 32, 3, padding=1, padding_mode="circular"),
+    "max_norm": lambda: nn.Embedding(64, 64, max_norm=1.0),
+    "expected float32, float16 or bfloat16": lambda: nn.Linear(64, 64, dtype=torch.float64),
+    "depthwise": lambda: nn.Conv2d(32, 32, 3, groups=32),
+}
+
+
+@pytest.mark.parametrize("reason", KEPT)
+def test_a_module_that_cannot_be_packed_stays_with_a_reason(reason: str) -> None:
+    model = nn.ModuleDict({"odd": KEPT[reason](), "plain": nn.Linear(64, 64)})
+    report = quantize_(model, INT8_ALL)
+    assert [site.name for site in report.rewritten] == ["plain"]
+    assert reason in next(site.reason for site in report.kept if site.name == "odd")
+
+
+def test_tied_weights_stay_tied() -> None:
+    model, *_ = built("llama tied")
+    quantize_(model := copy.deepcopy(model), INT8_ALL)
+    assert model.lm_head.weight_mxfp8.data_ptr() == model.model.embed_tokens.weight_mxfp8.data_ptr()
+
+
+class TwoReaders(nn.Module):
+    """A normalization behind a convolution whose result is read before it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y + self.bn(y)
+
+
+def test_a_normalization_is_folded_only_if_nothing_else_reads_the_convolution() -> None:
+    quantize_(model := randomized(TwoReaders()), "mxint8")
+    assert isinstance(model.bn, nn.BatchNorm2d)
+    assert isinstance(model.conv, Packed)
+
+
+def unchanged(model: nn.Module, call: Any, error: type[Exception], text: str) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(error, match=text):
+        call(model)
+    assert_same(model.state_dict(), before)
+
+
+def test_an_error_leaves_the_model_as_it_is() -> None:
+    model = linears()
+    model[2].weight.data[3, 4] = torch.nan
+    unchanged(model, lambda m: quantize_(m, "mxint8"), ContractError, "weight '2.weight': values from nan to nan")
+    unused = Recipe(exclude=("layer9",))
+    unchanged(linears(), lambda m: quantize_(m, unused), RecipeError, "'layer9' matches none")
+    little = nn.Sequential(nn.Linear(8, 8))
+    unchanged(little, quantize_, mxfp8_graph.NothingEligibleError, "none of its 1 matmul is eligible")
+    unchanged(linears(), pack, ContractError, "no layer of quantize_")
+    unchanged(linears(), lambda m: quantize_(m, "mxint8", training=True), RecipeError, "int8 for '0'")
+    quantize_(packed := linears(), "mxint8")
+    unchanged(packed, quantize_, RecipeError, "Recipe mismatch for '0'")
+    unchanged(packed, lambda m: quantize_(m, "mxint8", training=True), ContractError, "'0' is packed")
+    assert quantize_(packed, "mxint8").already_rewritten
+    with pytest.raises(ContractError, match=r"model is a str; expected a torch\.nn\.Module"):
+        quantize_("model.onnx")  # type: ignore[arg-type]
+
+
+def test_weights_with_nan_are_packed_on_request() -> None:
+    model = linears()
+    model[0].weight.data[0, 0] = torch.nan
+    quantize_(model, "mxint8", allow_nonfinite=True)
+    assert np.isnan(model[0].weight.numpy()[0, :32]).all()
