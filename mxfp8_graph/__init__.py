@@ -10,8 +10,8 @@ from mxfp8_graph._version import __version__ as __version__
 if TYPE_CHECKING:
     from mxfp8_graph import distributed as distributed
     from mxfp8_graph import te as te
-    from mxfp8_graph.eager.quantize import pack as pack
-    from mxfp8_graph.eager.quantize import quantize_ as quantize_
+    from mxfp8_graph.eager import pack as pack
+    from mxfp8_graph.eager import quantize_ as quantize_
     from mxfp8_graph.exporting import to_onnx as to_onnx
     from mxfp8_graph.models import load as load
     from mxfp8_graph.models import save as save
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # The names a second time: the block above is for type checkers, this table for the import on first use.
 _MODULES = {
     "rewriting": "rewrite",
-    "eager.quantize": "quantize_ pack",
+    "eager": "quantize_ pack",
     "models": "load save",
     "exporting": "to_onnx",
     "packed": "PackedWeight export_safetensors import_safetensors unpack",

@@ -1,4 +1,4 @@
-"""quantize_() and pack(): the weights of a module, packed in place by the policy of `rewrite`."""
+"""Packs the weights of a module in place, by the policy of `rewrite`; or puts layers in place that train."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from mxfp8_graph.eager.modules import Packed, TrainingLinear
 from mxfp8_graph.eager.sites import ModuleSite, identity, sites_of
 from mxfp8_graph.earlier_rewrite import already_rewritten
 from mxfp8_graph.naming import printable
-from mxfp8_graph.options import Options, Progress
+from mxfp8_graph.options import Options
 from mxfp8_graph.packing import NonFiniteError
 from mxfp8_graph.packing import pack as packed_rows
-from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import Decision, of_layers, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.provenance import RewriteRecord
@@ -37,39 +36,14 @@ from mxfp8_ops.errors import ContractError, Option
 _KEPT_IN_TRAINING = "training quantizes linears only; this stays in high precision"
 
 
-def quantize_(
-    model: nn.Module,
-    recipe: AnyRecipe = presets.DEFAULT,
-    *,
-    training: bool = False,
-    allow_nonfinite: bool = False,
-    progress: Progress | None = None,
-) -> RewriteReport:
-    """Packs the weights of a trained model in place, without an export; returns the report of `rewrite`.
-
-    nn.Linear, the Conv1D of transformers and its stacks of experts, and where the recipe has them nn.Conv1d, nn.Conv2d
-    and nn.Embedding, become modules with two uint8 buffers in place of a weight: by the policy, names and rules of
-    `rewrite`, and with its bytes. The batch normalization behind a convolution becomes an identity. Code that is no
-    module (attention products, functional calls) stays. Afterwards parameters ask for no gradients: set `requires_grad`
-    of those that an adapter trains. torch.export of the result is a rewritten program.
-
-    Args:
-        model: the module. Without values (on the meta device) it becomes a model to load packed weights into.
-        recipe: as in `rewrite`. Patterns match the dotted path of a module.
-        training: put linears in place that train in MXFP8, instead (`te.Linear`). `pack` packs them afterwards.
-        allow_nonfinite: pack weights with NaN or Inf instead of refusing them.
-        progress: called as progress(module, bytes_done, bytes_total) after each weight.
-
-    Raises:
-        ContractError: `model` is no module, or a weight cannot be packed. The model is unchanged.
-        RecipeError: the recipe is malformed, does not fit the model, or another recipe packed the model before.
-        NothingEligibleError: no weight is packed; it has the reasons.
-    """
+def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteReport:
+    """Packs a model in place; see `mxfp8_graph.quantize_`."""
     if not isinstance(model, nn.Module):
         what, advice = f"model is a {type(model).__name__}", "call rewrite for files and exported programs"
         raise ContractError("quantize_", what, expected="a torch.nn.Module", advice=advice)
-    chosen, name = load_recipe(recipe), type(model).__name__
-    options = Options(name=name, training=training, allow_nonfinite=allow_nonfinite, progress=progress)
+    chosen, training = load_recipe(recipe), options.training
+    name = type(model).__name__
+    options = replace(options, name=name)
     size, previous = byte_size(model), _record(model)
     if already_rewritten(previous, chosen, options, what="model"):
         return build_report(chosen, options, size, already_rewritten=True, bytes_after=size)
@@ -83,8 +57,8 @@ def quantize_(
         notes.append("attention products are no modules, so they stay in high precision; rewrite quantizes them")
     if training and (left_out := train.note(decisions)):
         notes.append(left_out)
-        warnings.warn(printable(left_out), stacklevel=2)
-    if not (training or allow_nonfinite):
+        warnings.warn(printable(left_out), stacklevel=3)  # the caller of quantize_
+    if not (training or options.allow_nonfinite):
         _check_finite(sites, decisions)
     reports = _changed(sites, decisions, chosen, options)
     for layer in model.modules():
@@ -99,17 +73,13 @@ def quantize_(
     return build_report(chosen, options, size, **results)
 
 
-def pack(model: nn.Module) -> RewriteReport:
-    """Packs a model that `quantize_(model, training=True)` prepared, by the recipe of its layers; returns the report.
-
-    Raises:
-        ContractError: the model has no such layers, or a weight has NaN or Inf.
-    """
+def packed(model: nn.Module) -> RewriteReport:
+    """Packs a model of training layers in place; see `mxfp8_graph.pack`."""
     layer = next((m for m in model.modules() if isinstance(m, TrainingLinear)), None)
     if layer is None:
         what, advice = "no layer of quantize_(model, training=True)", "call quantize_(model, recipe) to pack a model"
         raise ContractError(type(model).__name__, what, expected="at least one", advice=advice)
-    return quantize_(model, layer.recipe)
+    return quantized(model, layer.recipe, Options(name=""))
 
 
 def planned(model: nn.Module, recipe: Recipe, *, training: bool = False) -> tuple[list[ModuleSite], list[Decision]]:
@@ -175,7 +145,7 @@ def _changed(
     # Keys of weights that share memory, made while all of them live.
     keys = [_key(site) for site in sites]
     total = sum(each.site.weight_bytes for each in decisions if each.quantize)
-    done, packed, reports = 0, dict[Hashable, Codes](), []
+    done, codes_by_weight, reports = 0, dict[Hashable, Codes](), []
     for site, decision, weight in zip(sites, decisions, keys, strict=True):
         if not decision.quantize:
             reports.append(SiteReport(decision=decision))
@@ -185,9 +155,10 @@ def _changed(
             modules.train(site.module, decision, recipe)
         else:
             settings = decision.weight_format, decision.scale_rounding, site.transposed, _factor_key(site)
-            if (weight, settings) not in packed:
-                packed[weight, settings] = codes_of(site, decision, allow_nonfinite=options.allow_nonfinite)
-            *codes, error = packed[weight, settings]
+            key = weight, settings
+            if key not in codes_by_weight:
+                codes_by_weight[key] = codes_of(site, decision, allow_nonfinite=options.allow_nonfinite)
+            *codes, error = codes_by_weight[key]
             put(site, decision, recipe, codes)
             size, name = sum(code.nbytes for code in codes), f"{site.static.name}_mxfp8"
             report = replace(report, packed=name, bytes_after=size, relative_l2=error)

@@ -23,7 +23,8 @@ for arguments in json.loads(sys.argv[1]):
 CALLS = f"""{WITHOUT_TORCH}
 from mxfp8_graph import *
 from mxfp8_ops.errors import BackendError
-for call in (lambda: load('m.pt2'), lambda: unpack('m.pt2'), lambda: rewrite('m.pt2'), lambda: to_onnx('m.pt2', 'm')):
+for call in (lambda: load('m.pt2'), lambda: unpack('m.pt2'), lambda: rewrite('m.pt2'), lambda: to_onnx('m.pt2', 'm'),
+             lambda: quantize_(None)):
     try:
         call()
     except BackendError as error:
@@ -52,5 +53,5 @@ def test_onnx_models_are_rewritten_verified_and_run_and_programs_are_an_error(tm
 
 def test_functions_that_need_torch_give_an_error_when_they_are_called() -> None:
     lines = python(CALLS)
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert all("pip install torch onnxscript" in line for line in lines), lines
