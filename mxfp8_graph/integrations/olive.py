@@ -30,6 +30,8 @@ except ImportError as error:
     what, advice = f"cannot be imported ({error})", "pip install olive-ai==0.13.0 'pydantic<=2.13.5' requests"
     raise BackendError("olive", what, expected="olive-ai 0.13 for its pass", advice=advice) from error
 
+ENUMS = {"graph_optimization_level": "GraphOptimizationLevel", "execution_mode": "ExecutionMode"}
+"""The session options that Olive's settings have as numbers, and their classes."""
 FIELDS = [name for name in Recipe.model_fields if name not in {"name", "margin"} and not name.startswith("fp8_")]
 """The fields of a recipe that the pass takes: all but the name, and those for training."""
 
@@ -39,11 +41,7 @@ class MXONNXModel(ONNXModelHandler):  # type: ignore[misc]
     """An ONNX model with our nodes. Olive cannot register a library with a session, so this class opens the session."""
 
     def prepare_session(
-        self,
-        inference_settings: dict[str, Any] | None = None,
-        device: Any = None,
-        execution_providers: str | list[str] | None = None,
-        rank: int | None = None,
+        self, inference_settings: Any = None, device: Any = None, execution_providers: Any = None, rank: Any = None
     ) -> onnxruntime.InferenceSession:
         """Returns a session with the session options and execution providers of the settings."""
         settings = self.merge_inference_settings(inference_settings, execution_providers)
@@ -53,9 +51,7 @@ class MXONNXModel(ONNXModelHandler):  # type: ignore[misc]
                 for key, text in (value or {}).items():
                     options.add_session_config_entry(key, text)
             elif value is not None:
-                # Olive's settings have the numbers of these two.
-                enums = {"graph_optimization_level": "GraphOptimizationLevel", "execution_mode": "ExecutionMode"}
-                setattr(options, name, getattr(onnxruntime, enums[name])(value) if name in enums else value)
+                setattr(options, name, getattr(onnxruntime, ENUMS[name])(value) if name in ENUMS else value)
         providers, arguments = settings["execution_provider"] or ["CPUExecutionProvider"], settings["provider_options"]
         session = ort.session(self.model_path, session_options=options, providers=providers, provider_options=arguments)
         check_ort_fallback(session, [name if isinstance(name, str) else name[0] for name in providers])
@@ -67,20 +63,18 @@ class MXQuantization(Pass):  # type: ignore[misc]
 
     @classmethod
     def _default_config(cls, accelerator_spec: Any) -> dict[str, Any]:
-        presets, native = Categorical(["mxint8", "mxfp8"]), "whether Olive's sessions of the model run our kernels"
-        recipe = {"default_value": "auto", "search_defaults": presets, "description": "preset, file or fields"}
-        return {
-            "recipe": PassConfigParam(type_=str | dict, **recipe),
-            "native": PassConfigParam(type_=bool, default_value=True, description=native),
-            **{name: PassConfigParam(type_=Any, description=f"the recipe's field {name}") for name in FIELDS},
-        }
+        options = {name: PassConfigParam(type_=Any, description=f"the recipe's field {name}") for name in FIELDS}
+        recipe = {"default_value": "auto", "search_defaults": Categorical(["mxint8", "mxfp8"])}
+        options["recipe"] = PassConfigParam(type_=str | dict, description="preset, file or fields", **recipe)
+        native = "whether Olive's sessions of the model run our kernels"
+        return {**options, "native": PassConfigParam(type_=bool, default_value=True, description=native)}
 
     @classmethod
     def get_config_params(cls, accelerator_spec: Any, config: Any = None, disable_search: bool = False) -> Any:
         """Returns what Olive's method does; RecipeError for an unknown option, which Olive would ignore."""
         known = cls.default_config(accelerator_spec)
         for name in (config or {}).keys() - known.keys():
-            raise RecipeError.unknown(cls.__name__, name, known)
+            raise RecipeError.unknown("MXQuantization", name, known)
         return super().get_config_params(accelerator_spec, config, disable_search)
 
     @classmethod
@@ -88,7 +82,7 @@ class MXQuantization(Pass):  # type: ignore[misc]
         def fields(value: Any) -> Any:
             if not isinstance(value, str) or value in set(PassParamDefault):
                 return value
-            # Olive makes a path of each text that is one, so of a preset's name beside a folder of this name.
+            # Olive makes a path of a text that is one: also of a preset's name, beside a folder of this name.
             recipe = load_recipe(value if Path(value).suffix else Path(value).name)
             # As fields, so that Olive's cache, which compares configurations, sees when a recipe file has changed.
             return recipe.model_dump(mode="json", exclude_unset=True)
@@ -99,20 +93,19 @@ class MXQuantization(Pass):  # type: ignore[misc]
         output = Path(resolve_onnx_path(output_model_path))
         try:
             if not isinstance(model, ONNXModelHandler):
-                what, advice = f"a {model.model_type}", "run the pass OnnxConversion first"
-                raise ContractError("MXQuantization", what, expected="an ONNX model", advice=advice)
+                advice = "run the pass OnnxConversion first"
+                raise ContractError(f"a {model.model_type}", expected="an ONNX model", advice=advice)
             fields = {name: getattr(config, name) for name in FIELDS if getattr(config, name) is not None}
             recipe = load_recipe(Recipe(**config.recipe), **fields)
             _, report = rewrite(model.model_path, recipe, output=output, overwrite=True)
         except Mxfp8Error as error:
             raise error.with_traceback(None) from None  # Olive prints the traceback
-        # A folder, if the model has a file of weights: Olive copies the whole.
-        place = {"model_path": str(output)}
-        if output.with_name(f"{output.name}.data").exists():
-            place = {"model_path": str(output.parent), "onnx_file_name": output.name}
         attributes = {**(model.model_attributes or {}), "mxfp8_graph": f"{len(report.rewritten)} rewritten"}
         kind = MXONNXModel if config.native else ONNXModelHandler
-        return kind(**place, inference_settings=model.inference_settings, model_attributes=attributes)
+        made = kind(str(output), inference_settings=model.inference_settings, model_attributes=attributes)
+        if output.with_name(f"{output.name}.data").exists():
+            made.change_model_path_to_dir()  # so that Olive copies both files
+        return made
 
 
 def package_config() -> dict[str, Any]:
