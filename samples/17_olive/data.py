@@ -39,7 +39,7 @@ def tokens(texts: list[str]) -> dict[str, torch.Tensor]:
     }
 
 
-class Sentences(Dataset):  # type: ignore[type-arg]
+class Sentences(Dataset):
     """The sentences that are not in the model: every second one of each page."""
 
     def __init__(self) -> None:
