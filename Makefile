@@ -9,8 +9,8 @@
 #                 changes FILE in one place at a time (mutmut) and lists the changes that TESTS leave unnoticed
 # make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
 # make gpu-first  the first half hour on one, call by call
-# make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node
-#                  are tried where ONNXRUNTIME_INCLUDE and NODE_PATH say they are)
+# make test-hosts  rewritten models in programs that serve them, in three environments (gigabytes; headers and
+#                  onnxruntime-node are tried where ONNXRUNTIME_INCLUDE and NODE_PATH say they are)
 # make fuzz       FUZZ_COUNT damaged ONNX models, made from FUZZ_SEED: how the rewrite of each ends
 # make sanitize   the native library under a grid of gemms and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12; five minutes)
@@ -95,13 +95,14 @@ mutants: $(VENV)/.installed
 	  'pytest_add_cli_args=-pno:cacheprovider' pytest_add_cli_args_test_selection= $(TESTS:%='  %') >$(MUTANTS)/setup.cfg
 	cd $(MUTANTS) && $(MUTMUT) run && $(MUTMUT) results
 
-# optimum-onnx needs an older transformers than our tests, so it has an environment of its own. Two packages are there
-# for files in them: amd-quark has the published headers of ONNX Runtime, nvidia-pytriton a Triton server.
+# optimum-onnx needs an older transformers than our tests, and Olive an older pydantic, so each has an environment of its
+# own. Two packages are there for files in them: amd-quark has the published headers of ONNX Runtime, nvidia-pytriton a Triton server.
 HOSTS := $(VENV)-hosts
 OPTIMUM := $(VENV)-hosts-optimum
+OLIVE := $(VENV)-hosts-olive
 
 test-hosts:
-	$(PYTHON) -m venv $(HOSTS) && $(PYTHON) -m venv $(OPTIMUM)
+	$(PYTHON) -m venv $(HOSTS) && $(PYTHON) -m venv $(OPTIMUM) && $(PYTHON) -m venv $(OLIVE)
 	$(HOSTS)/bin/python -m pip install --quiet --constraint constraints.txt '.[torch,test,hosts]'
 	$(HOSTS)/bin/python -m pip install --quiet --no-deps amd-quark==0.13 nvidia-pytriton==0.7.0
 	$(HOSTS)/bin/python -m pytest tests/mxfp8_graph -k test_hosts
@@ -109,6 +110,9 @@ test-hosts:
 	grep -v ^transformers constraints.txt >$(OPTIMUM)/constraints.txt
 	$(OPTIMUM)/bin/python -m pip install --quiet --constraint $(OPTIMUM)/constraints.txt '.[torch,hosts-optimum]'
 	$(OPTIMUM)/bin/python -m pytest tests/test_documentation.py -k 09_sentence_transformers
+	$(OLIVE)/bin/python -m pip install --quiet --constraint constraints.txt '.[torch,hosts-olive]'
+	$(OLIVE)/bin/python -m pytest tests/mxfp8_graph/test_hosts_olive.py
+	$(OLIVE)/bin/python -m pytest tests/test_documentation.py -k 17_olive
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
