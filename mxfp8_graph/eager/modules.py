@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.fx.traceback import annotate
+from torch.utils import _pytree as pytree
 
 from mxfp8_graph import provenance, te
 from mxfp8_graph.policy.plan import Decision
@@ -29,6 +30,50 @@ _LINEAR_PACKED: Final = _OPS.linear_packed.default
 
 CODES: Final = ("weight_mxfp8", "weight_mxfp8_scales")
 """The buffers of a packed weight: elements and scales."""
+
+
+class LazyWeight(Tensor):
+    """The weight of a packed module in its original layout. The first use of its values dequantizes them.
+
+    T5 reads the dtype of a weight three times at each call.
+    """
+
+    _module: Packed
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls: Any, module: Packed, shape: Sequence[int]) -> Any:
+        """Makes the weight of a module."""
+        device = module.weight_mxfp8.device
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=module.weight_dtype, device=device)
+        self._module = module
+        return self
+
+    def values(self) -> Tensor:
+        """Returns a plain tensor with the values."""
+        return self._module.dequantized()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        plain = pytree.tree_map_only(LazyWeight, LazyWeight.values, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+    def numpy(self, **options: Any) -> Any:
+        """Returns the values as an array."""
+        return self.values().numpy(**options)
+
+    def tolist(self) -> Any:
+        """Returns the values as lists."""
+        return self.values().tolist()
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.values()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class Packed(nn.Module):
@@ -65,6 +110,14 @@ class Packed(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dequantized weight, in the layout of the original module."""
+        if torch.compiler.is_compiling():
+            return self.dequantized()
+        shape: torch.Size = self._as_original(self.weight_mxfp8).shape
+        weight: Tensor = LazyWeight(self, shape)
+        return weight
+
+    def dequantized(self) -> Tensor:
+        """Returns the weight as a plain tensor."""
         codes, dtype = (self.weight_mxfp8, self.weight_mxfp8_scales), self.weight_dtype
         values: Tensor = torch.ops.mxfp8.dequantize(*codes, -1, self.weight_format, not_default(dtype))
         return self._as_original(values)
@@ -147,7 +200,7 @@ class _PackedConv(Packed):
         bias: Tensor | None = conv.bias if self.bias_f32 is None else self.bias_f32
         y: Tensor
         if self.activations in VALUES:  # the weight alone is packed, and the op is the framework's
-            y = conv._conv_forward(x, self.weight, None if bias is None else bias.to(x.dtype))
+            y = conv._conv_forward(x, self.dequantized(), None if bias is None else bias.to(x.dtype))
             return y
         pads = [*conv.padding] * 2
         if isinstance(conv.padding, str):

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 import test_torch_models as whole  # noqa: E402
 from safetensors.torch import load_model, save_model  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch_programs import export, relative_l2, values  # noqa: E402
 
@@ -378,3 +379,18 @@ def test_weights_with_nan_are_packed_on_request() -> None:
     model[0].weight.data[0, 0] = torch.nan
     quantize_(model, "mxint8", allow_nonfinite=True)
     assert np.isnan(model[0].weight.numpy()[0, :32]).all()
+
+
+def test_the_weight_is_dequantized_when_its_values_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5 reads the dtype of a weight at each call."""
+    quantize_(model := linears(), "mxint8")
+    plain = model[0].dequantized()
+    monkeypatch.setattr(Packed, "dequantized", lambda self: calls.append(self) or plain)
+    calls: list[Any] = []
+    weight = model[0].weight
+    assert (weight.dtype, weight.shape, isinstance(weight, Tensor)) == (plain.dtype, plain.shape, True)
+    assert not calls
+    assert_same(functional.linear(X, weight), functional.linear(X, plain))
+    assert_same([weight.T, weight[0], copy.deepcopy(weight)], [plain.T, plain[0], plain])
+    assert np.array_equal(np.asarray(weight), plain)
+    assert weight.tolist() == plain.tolist()
