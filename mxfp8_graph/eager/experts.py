@@ -23,7 +23,7 @@ from mxfp8_graph.torch_pass import record
 
 _NAMES: Final = ("gate_up_proj", "up_proj", "down_proj")
 _PRODUCTS: Final = ("linear", "bmm", "matmul")
-_GROUPED: Final = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+_GROUPED: Final = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback", "transformers.grouped_mm_fallback")
 
 
 def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -75,7 +75,7 @@ class Operand:
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Calls our op for a product along K, and `func` with the dequantized values for all else."""
-        name, options = getattr(func, "__name__", "").rpartition(".")[2], kwargs or {}
+        name, options = getattr(func, "__name__", ""), kwargs or {}
         operands: list[Any] = [*args, None, None]
         first, second, *rest = operands
         if isinstance(second, Operand):

@@ -6,6 +6,8 @@ torch.fx traces a module without example inputs, where its code allows it. Else 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import math
 import warnings
 from collections import Counter
@@ -74,11 +76,13 @@ def sites_of(model: nn.Module) -> list[ModuleSite]:
     """Returns the sites of a model, in the order of its modules."""
     known = [(path, m) for path, m in model.named_modules() if isinstance(m, _REPORTED) or kind_of(m)]
     uses = Counter(identity(weight) for _, m in known if (weight := weight_of(m)) is not None)
-    roles, norms = _roles(model), dict(_norms(model))
+    bare = _without_values(model)
+    roles, norms = _roles(bare or model, traceable=bare is not None), dict(_norms(bare) if bare else ())
     sites = []
     for path, module in known:
         if not isinstance(module, Packed):
-            sites.append(_site(path, module, roles.get(module), norms.get(module), uses))
+            norm = model.get_submodule(norms[path]) if path in norms else None
+            sites.append(_site(path, module, roles.get(path), norm, uses))
     for path, module, name in stacks(model):
         sites.append(_stack_site(path, module, name))
     return sites
@@ -176,6 +180,19 @@ def _blocker(module: nn.Module) -> str | None:
 # --- What the graph of a module tells
 
 
+def _without_values(model: nn.Module) -> nn.Module | None:
+    """Returns a copy of a model on the meta device, or None if it has something that cannot be copied.
+
+    A trace runs the code of the model, which may change its own state.
+    """
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    empty = {id(x): torch.empty_like(x, device="meta") for _, x in tensors}
+    parameters = {id(x): nn.Parameter(empty[id(x)], x.requires_grad) for x in model.parameters()}
+    with contextlib.suppress(Exception):  # of any class: the model may hold a lock or a session
+        return copy.deepcopy(model, {**empty, **parameters})
+    return None
+
+
 class _Tracer(fx.Tracer):
     """Traces the code of one module; `deep`: of modules that are not torch's own, too."""
 
@@ -225,26 +242,26 @@ class _View:
         return any(user.op == "output" for user in value.users)
 
 
-def _roles(model: nn.Module) -> dict[nn.Module, Role]:
-    """Returns the roles of the linears that are no plain ones."""
-    result: dict[nn.Module, Role] = {}
-    if nodes := _traced(model, deep=True):
+def _roles(model: nn.Module, traceable: bool) -> dict[str, Role]:
+    """Returns the roles of the linears that are no plain ones, by path."""
+    linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    result: dict[str, Role] = {}
+    if traceable and (nodes := _traced(model, deep=True)):
         roles: Roles[fx.Node, fx.Node] = Roles(_View(model), ops.ROLE_OPS)
-        for node in nodes:
-            module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-            if isinstance(module, nn.Linear) and (role := roles.of_linear(node)) != "linear":
-                result[module] = role
+        calls = {str(node.target): node for node in nodes if node.op == "call_module"}
+        told = {path: roles.of_linear(calls[path]) for path in linears if path in calls}
+        result = {path: role for path, role in told.items() if role != "linear"}
     else:
-        linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
-        result |= {m: "router" for path, m in linears.items() if path.rpartition(".")[2] in _ROUTERS}
+        result |= {path: "router" for path in linears if path.rpartition(".")[2] in _ROUTERS}
         top, inner = "", model
         # A model inside of a wrapper has its head one name further down.
         while len(children := list(inner.named_children())) == 1 and children[0][0] not in _HEADS:
             top, inner = f"{top}{children[0][0]}.", children[0][1]
         for name in _HEADS & {name for name, _ in inner.named_children()}:
-            if below := [m for path, m in linears.items() if f"{path}.".startswith(f"{top}{name}.")]:
+            if below := [path for path in linears if f"{path}.".startswith(f"{top}{name}.")]:
                 result[below[-1]] = "output_projection"
-    return result | dict.fromkeys(_heads(model.modules()), "output_projection")
+    heads = set(_heads(model.modules()))
+    return result | {path: "output_projection" for path, module in linears.items() if module in heads}
 
 
 def _heads(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -256,10 +273,10 @@ def _heads(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
                     yield head
 
 
-def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yields (convolution, batch normalization behind it) where only the normalization reads its result."""
+def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields (convolution, batch normalization behind it), by path, where nothing else reads its result."""
     owners = Counter(m for _, m in model.named_modules(remove_duplicate=False))
-    for parent in model.modules():
+    for path, parent in model.named_modules():
         kinds = {type(child) for child in parent.children()}
         if not kinds & {*_NORMS} or not kinds & {*_CONVOLUTIONS}:
             continue
@@ -272,7 +289,8 @@ def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
             conv, norm = (parent.get_submodule(str(n.target)) for n in (node, user))
             once = all(counts[n.target] == 1 for n in (node, user)) and owners[conv] == owners[norm] == 1
             if once and type(conv) in KINDS and type(norm) in _NORMS and norm.running_var is not None:
-                yield conv, norm
+                start = f"{path}." if path else ""
+                yield f"{start}{node.target}", f"{start}{user.target}"
 
 
 def _folded(conv: Any, norm: Any) -> Affine:

@@ -199,9 +199,31 @@ def test_another_dtype_reaches_results_and_weights(dtype: Any) -> None:
         assert linears()(X).dtype == model.float()(X).dtype
 
 
-def test_a_compiler_sees_one_graph() -> None:
+def test_in_inference_mode_the_bits_are_the_same() -> None:
     quantize_(model := linears(), "mxint8")
-    explained = torch._dynamo.explain(model)(X)
+    y = model(X)
+    with torch.inference_mode():
+        assert_same(model(X), y)
+
+
+def test_a_training_model_runs_in_distributed_data_parallel(tmp_path: Path) -> None:
+    quantize_(model := linears(), training=True)
+    y = model(X)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel(X).sum().backward()
+        assert_same(parallel(X), y)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert float(model[0].weight.grad.abs().sum()) > 0
+
+
+@pytest.mark.parametrize("name", ["linears", "mixtral"])
+def test_a_compiler_sees_one_graph(name: str) -> None:
+    model, inputs = (linears(), {"input": X}) if name == "linears" else built(name)[::2]
+    quantize_(model := copy.deepcopy(model), "mxint8")
+    explained = torch._dynamo.explain(model)(**inputs)
     assert (explained.graph_count, explained.graph_break_count) == (1, 0)
     torch._dynamo.reset()
 
@@ -347,6 +369,25 @@ def test_a_normalization_is_folded_only_if_nothing_else_reads_the_convolution() 
     quantize_(model := randomized(TwoReaders()), "mxint8")
     assert isinstance(model.bn, nn.BatchNorm2d)
     assert isinstance(model.conv, Packed)
+
+
+class Counting(nn.Module):
+    """A module whose code changes its own state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.seen, self.last = nn.Linear(64, 64), nn.Buffer(torch.zeros(())), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        self.result = self.up(x)
+        self.last.append(self.result)
+        return self.result.relu()
+
+
+def test_no_code_of_the_model_runs_on_it() -> None:
+    quantize_(model := Counting(), "mxint8")
+    assert (float(model.seen), model.last, hasattr(model, "result")) == (0, [], False)
 
 
 def unchanged(model: nn.Module, call: Any, error: type[Exception], text: str) -> None:
