@@ -206,9 +206,8 @@ class _PackedConv(Packed):
         if isinstance(conv.padding, str):
             sizes = zip(conv.dilation, conv.kernel_size, strict=True)
             totals = [d * (k - 1) * (conv.padding == "same") for d, k in sizes]
-            pads = [total // 2 for total in totals] + [
-                total - total // 2 for total in totals
-            ]  # an odd zero is behind x
+            # An odd zero is behind x.
+            pads = [total // 2 for total in totals] + [total - total // 2 for total in totals]
         # A single number stands for all, and may be the default.
         window = [[*each][:1] if len({*each}) == 1 else [*each] for each in (conv.stride, pads, conv.dilation)]
         codes, dtype = (self.weight_mxfp8, self.weight_mxfp8_scales), not_default(x.dtype)

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -61,9 +62,12 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
     if not (training or options.allow_nonfinite):
         _check_finite(sites, decisions)
     reports = _changed(sites, decisions, chosen, options)
+    # The fast paths of torch's encoder would multiply by the dequantized weights.
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer) and isinstance(layer.linear1, Packed):
-            layer.activation_relu_or_gelu = 0  # else its fast path multiplies by the dequantized weights
+            layer.activation_relu_or_gelu = 0
+        elif isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False
     if not training:
         model.requires_grad_(False)
         if model.training and any(site.norm for site, d in zip(sites, decisions, strict=True) if d.quantize):
@@ -126,12 +130,16 @@ def _key(site: ModuleSite) -> Hashable:
 def _check_finite(sites: Sequence[ModuleSite], decisions: Sequence[Decision]) -> None:
     """Raises NonFiniteError if a weight to pack has a NaN or Inf: before the first change, since floats go away."""
     for site, decision in zip(sites, decisions, strict=True):
-        if decision.quantize and internals.has_values(site.weight) and site.weight.numel():
-            least, most = site.weight.detach().aminmax()
-            if not (least.isfinite() and most.isfinite()):
-                advice = ("repair the checkpoint, or pass ", Option("allow_nonfinite", True), " to let it become NaN")
-                what = f"values from {float(least)} to {float(most)}"
-                raise NonFiniteError(f"weight {site.static.name!r}", what, expected="finite values", advice=advice)
+        if not decision.quantize or not internals.has_values(site.weight):
+            continue
+        advice = ("repair the checkpoint, or pass ", Option("allow_nonfinite", True), " to let it become NaN")
+        least, most = site.weight.detach().aminmax()
+        if not (least.isfinite() and most.isfinite()):
+            what = f"values from {float(least)} to {float(most)}"
+            raise NonFiniteError(f"weight {site.static.name!r}", what, expected="finite values", advice=advice)
+        if site.affine is not None and site.affine.factors is not None and not np.isfinite(site.affine.factors).all():
+            where = f"the normalization behind {site.matmul.name!r}"
+            raise NonFiniteError(where, "a factor that is NaN or Inf", expected="finite factors", advice=advice)
 
 
 Codes = tuple[Tensor, Tensor, float | None]

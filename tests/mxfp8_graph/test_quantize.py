@@ -90,6 +90,7 @@ def reasons(report: mxfp8_graph.RewriteReport) -> dict[str, set[str]]:
     return result
 
 
+NETWORK = Recipe(convolutions=True, min_channels=3)
 NO_ATTENTION = Recipe(name="no attention", exclude=("self_attn",))
 """nn.MultiheadAttention multiplies by parameters of its own."""
 PRESETS = ("mxfp8", "mxint8", "mxint8-bf16", "mxint8-weight-only")
@@ -347,6 +348,17 @@ def test_a_module_that_cannot_be_packed_stays_with_a_reason(reason: str) -> None
     assert reason in next(site.reason for site in report.kept if site.name == "odd")
 
 
+def test_an_encoder_of_torch_takes_no_fast_path_in_float() -> None:
+    """With a padding mask its fast path has nested tensors, and reads the weights of its linears."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 128, batch_first=True), 1).eval()
+    quantize_(encoder, "mxint8")
+    mask = torch.tensor([[False] * 6 + [True] * 2, [False] * 8])
+    with torch.no_grad():
+        fast = encoder(x := torch.randn(2, 8, 64), src_key_padding_mask=mask)
+    encoder.layers[0].norm1.weight.requires_grad_()  # a model that trains takes the slow path
+    assert relative_l2(fast[~mask], encoder(x, src_key_padding_mask=mask)[~mask]) < 1e-6
+
+
 def test_tied_weights_stay_tied() -> None:
     model, *_ = built("llama tied")
     quantize_(model := copy.deepcopy(model), INT8_ALL)
@@ -401,6 +413,9 @@ def test_an_error_leaves_the_model_as_it_is() -> None:
     model = linears()
     model[2].weight.data[3, 4] = torch.nan
     unchanged(model, lambda m: quantize_(m, "mxint8"), ContractError, "weight '2.weight': values from nan to nan")
+    network = residual()
+    network[1].running_var[5] = torch.nan
+    unchanged(network, lambda m: quantize_(m, NETWORK), ContractError, "the normalization behind '0': a factor")
     unused = Recipe(exclude=("layer9",))
     unchanged(linears(), lambda m: quantize_(m, unused), RecipeError, "'layer9' matches none")
     little = nn.Sequential(nn.Linear(8, 8))
