@@ -22,6 +22,7 @@ from grids import looped, pairwise
 
 from mxfp8_ops import cuda, numerics, numpy_nodes
 from mxfp8_ops.cuda import cublaslt as cuda_lt
+from mxfp8_ops.cuda import dispatch, execution
 from mxfp8_ops.errors import BackendError
 
 torch = pytest.importorskip("torch")
@@ -194,12 +195,56 @@ def test_cupy_block_scaled_products_on_blackwell(monkeypatch, cublaslt, dtype, w
     assert cublaslt.preferences == {1: 32 << 20, 5: 16, 6: 16, 7: 16, 8: 16}
 
 
-def test_nvmath_that_cannot_be_imported_or_refuses_is_an_error(monkeypatch, cublaslt):
+@pytest.fixture
+def forgetful(monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "_refused", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
+
+
+def test_torch_takes_the_next_row_for_a_product_that_it_refuses(monkeypatch, emulated, forgetful):
+    on = on_a(monkeypatch, (12, 0))
+    codes, bias = operands()
+    asked: list[Any] = []
+
+    def refuses(*_args: Any, **_options: Any) -> Any:
+        asked.append(1)
+        raise RuntimeError("Invalid scaling configuration.\nmat_a ...")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", refuses)
+    arrays = [torch.from_numpy(each.copy()) for each in (*codes, bias)]
+    words = r"refuses e4m3 times e4m3 -> float32, M = 70, N = 48, K = 160 \(Invalid scaling configuration\.\).*next row"
+    with pytest.warns(UserWarning, match=words):
+        y = torch_cuda.gemm(*arrays)
+    check(tensors.array(y), codes, bias, "float32", "e4m3")
+    torch_cuda.gemm(arrays[0][:66], arrays[1][:66], *arrays[2:])  # asks no more
+    assert len(asked) == 1, "asked once for a weight, whatever M is"
+    assert "dequantize" in sources(on)
+    with dispatch.forced_route("block_scaled"), pytest.raises(BackendError, match="Invalid scaling configuration"):
+        torch_cuda.gemm(*arrays[:2], torch.cat([arrays[2]] * 2), torch.cat([arrays[3]] * 2))
+
+
+def test_a_lack_of_memory_is_no_refusal(monkeypatch, emulated, forgetful):
+    on_a(monkeypatch, (10, 0))
+
+    def full(*_args: Any, **_options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch_cuda.gemm(*(torch.from_numpy(each.copy()) for each in operands()[0]))
+
+
+def test_cupy_takes_the_next_row_for_a_product_that_cublaslt_refuses(monkeypatch, cublaslt, forgetful):
     on_a(monkeypatch, (12, 0))
     cublaslt.algorithms = 0
-    with pytest.raises(BackendError, match=r"cuBLASLt 130100 refuses e4m3 times e4m3 -> float32, M = 70, N = 48"):
-        cuda.gemm(*map(array, operands()[0]))
-    monkeypatch.undo()
+    codes, bias = operands()
+    with pytest.warns(UserWarning, match=r"cuBLASLt 130100 refuses e4m3 times e4m3 -> float32, M = 70, N = 48"):
+        y = cuda.gemm(*map(array, codes), array(bias))
+    check(np.asarray(y), codes, bias, "float32", "e4m3")
+    assert not cublaslt.calls
+
+
+def test_nvmath_that_cannot_be_imported_is_a_refusal(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvmath.bindings", None)
-    with pytest.raises(BackendError, match="nvmath-python cannot be imported"):
+    with pytest.raises(execution.RefusedError, match="nvmath-python cannot be imported"):
         cuda_lt._cublaslt.__wrapped__()

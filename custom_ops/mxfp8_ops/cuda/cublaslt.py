@@ -15,8 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mxfp8_ops.cuda.execution import Fp8Product, Queue
-from mxfp8_ops.errors import BackendError
+from mxfp8_ops.cuda.execution import Fp8Product, Queue, RefusedError
 from mxfp8_ops.formats import DTYPES, FLOAT32
 
 _WORKSPACE: Final = 32 << 20
@@ -46,7 +45,7 @@ def product(queue: Queue, index: int, p: Fp8Product) -> int:
     """Queues a product on device number `index`, which is current; returns the address of y.
 
     Raises:
-        BackendError: nvmath-python is missing, or cuBLASLt cannot do the product.
+        RefusedError: nvmath-python cannot be imported, or cuBLASLt cannot do the product.
     """
     lt = _cublaslt()
     one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -120,14 +119,14 @@ def _set(function: Any, of: int, name: Any, value: int, dtype: Any) -> None:
     function(of, int(name), buffer.ctypes.data, buffer.nbytes)
 
 
-def _refused(sizes: tuple[int, int, int], types: tuple[str, str, str], why: str) -> BackendError:
+def _refused(sizes: tuple[int, int, int], types: tuple[str, str, str], why: str) -> RefusedError:
     m, n, k = sizes
-    return BackendError(
+    return RefusedError(
         "cuda",
         f"cuBLASLt {_cublaslt().get_version()} refuses {types[0]} times {types[1]} -> {types[2]}, M = {m}, N = "
         f"{n}, K = {k} ({why})",
         expected="an FP8 product",
-        advice="upgrade nvidia-cublas, or use mxfp8_ops.cuda.dispatch.forced_route('large')",
+        advice="upgrade nvidia-cublas",
     )
 
 
@@ -142,7 +141,7 @@ def _cublaslt() -> Any:
     try:
         from nvmath.bindings import cublasLt
     except ImportError as error:
-        raise BackendError(
+        raise RefusedError(
             "cuda",
             f"nvmath-python cannot be imported ({error})",
             expected="nvmath-python for FP8 tensor cores",

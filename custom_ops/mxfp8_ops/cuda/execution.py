@@ -12,6 +12,11 @@ from typing import Any, NamedTuple, Protocol
 
 from mxfp8_ops.cuda import planner
 from mxfp8_ops.cuda.planner import CODES, MATMUL, NAMES, Dequantize, Plan
+from mxfp8_ops.errors import BackendError
+
+
+class RefusedError(BackendError):
+    """A library cannot compute an FP8 product."""
 
 
 class Device(Protocol):
@@ -74,6 +79,7 @@ def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] 
 
     Raises:
         BackendError: a launch fails.
+        RefusedError: `fp8_product` raises it. Nothing has been written but scratch memory.
     """
     if plan.done == plan.count:
         return

@@ -21,7 +21,7 @@ from torch import Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape, split_at
 from mxfp8_ops.cuda import device, dispatch, execution, loader, planner
-from mxfp8_ops.cuda.execution import Queue, WideWeight
+from mxfp8_ops.cuda.execution import Queue, RefusedError, WideWeight
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import scaled_mm
 from mxfp8_ops.torch_ops.conv import composed
@@ -177,7 +177,7 @@ def _gemm(
     wide = kept.wide[:2] if kept else (0, 0)
     queue = _queue(elements)
     libraries = planner.CUBLAS | (planner.SCALED_MM if quantized and matrix else 0)
-    place = dispatch.place(queue.device, libraries)
+    place = dispatch.place(queue.device, dispatch.allowed(libraries, queue.device, (*codes, n, k)))
     # Without scales of a, any address takes their place.
     for m, x, x_scales, w, w_scales, to in products(y, a[0], a[-1], *b):
         operands = x, x_scales if quantized else 0, w, w_scales, bias_at, to
@@ -188,9 +188,13 @@ def _gemm(
         fp8 = scaled_mm.Products((a[0], b[0]))
         if plan.makes_its_result:
             del y  # frees it, for the memory of the result
+        try:
             execution.run(plan, queue, fp8)
+        except RefusedError as error:
+            dispatch.remember(error, queue.device, (*codes, n, k))
+            return _gemm(a, b, bias, shape, options)
+        if plan.makes_its_result:
             return fp8.last.view(shape)
-        execution.run(plan, queue, fp8)
     return y
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mxfp8_ops.cuda import planner
-from mxfp8_ops.cuda.execution import Fp8Product
+from mxfp8_ops.cuda.execution import Fp8Product, RefusedError
 from mxfp8_ops.formats import DTYPES
 
 
@@ -30,7 +30,11 @@ class Products:
         self._operands = {(t.data_ptr(), t.numel()): t for t in operands}
 
     def __call__(self, p: Fp8Product, scratch: Tensor | None) -> int:
-        """Queues a product and returns the address of its result."""
+        """Queues a product and returns the address of its result.
+
+        Raises:
+            RefusedError: torch cannot do the product.
+        """
         # A plan has addresses, torch needs tensors: each address is of an operand, or lies in scratch memory.
         x = self._tensor(p.x, p.m * p.k, scratch).view(_dtype(p.x_kind)).view(p.m, p.k)
         b = self._tensor(p.b, p.n * p.k, scratch).view(_dtype(p.b_kind)).view(p.n, p.k)
@@ -38,18 +42,27 @@ class Products:
             self._tensor(at, planner.swizzled_bytes(rows, p.k), scratch).view(torch.float8_e8m0fnu)
             for at, rows in ((p.x_scales, p.m), (p.b_scales, p.n))
         )
+        try:
+            self.last = self._product(x, b, x_scales, b_scales, _dtype(p.dtype))
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # they say nothing about the product
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            what = f"torch {torch.__version__} refuses {p.x_kind} times {p.b_kind} -> {p.dtype}, M = {p.m}, N = {p.n}, "
+            what += f"K = {p.k} ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            raise RefusedError("cuda", what, expected="an FP8 product", advice="upgrade torch") from error
+        return self.last.data_ptr()
+
+    @staticmethod
+    def _product(x: Tensor, b: Tensor, x_scales: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
         if x.dtype != b.dtype:
             # scaled_mm takes only blocks of E4M3 by E4M3 (check_mxfp8_recipe in torch's ScaledBlasUtils.cpp). The
             # older function takes E5M2 for one of the two.
-            dtype = _dtype(p.dtype)
-            self.last = torch._scaled_mm(x, b.t(), scale_a=x_scales, scale_b=b_scales, out_dtype=dtype)
-            return self.last.data_ptr()
+            return torch._scaled_mm(x, b.t(), scale_a=x_scales, scale_b=b_scales, out_dtype=dtype)
         recipe, layout = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
-        self.last = functional.scaled_mm(
-            x, b.t(), x_scales, recipe, b_scales, recipe, layout, layout, output_dtype=_dtype(p.dtype),
-            use_fast_accum=False,
-        )  # fmt: skip
-        return self.last.data_ptr()
+        y: Tensor = functional.scaled_mm(
+            x, b.t(), x_scales, recipe, b_scales, recipe, layout, layout, output_dtype=dtype, use_fast_accum=False
+        )
+        return y
 
     def _tensor(self, address: int, size: int, scratch: Tensor | None) -> Tensor:
         """Returns `size` bytes at an address."""
