@@ -1,58 +1,46 @@
 """transformers >= 5: `from_pretrained(folder, quantization_config=MXQuantizationConfig("mxint8"))`.
 
-A model loads as usual, then `quantize_` packs it. The saved folder has the packed weights, and the recipe in its
-config.json. When it loads, `quantize_` first makes empty packed modules of the model on the meta device.
+A model loads as usual, then `quantize_` packs it. A saved folder has the packed weights, and the recipe in config.json.
+When it loads, `quantize_` first packs the model without values, on the meta device.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
+
+import torch
 
 from mxfp8_graph.eager.experts import Stack
 from mxfp8_graph.eager.modules import CODES, Packed
 from mxfp8_graph.eager.quantize import quantize_
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
+from mxfp8_graph.rewriting import AnyRecipe
 from mxfp8_ops.errors import BackendError, ContractError
 
 try:
-    import transformers
+    import transformers.core_model_loading as _  # noqa: F401  # of 5.0
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 except ModuleNotFoundError as error:
-    raise BackendError("transformers", "not installed", advice="pip install 'transformers>=5'") from error
-if int(transformers.__version__.partition(".")[0]) < 5:
-    raise BackendError("transformers", transformers.__version__, expected=">= 5", advice="pip install -U transformers")
-
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+    raise BackendError("transformers", "not installed, or below 5", advice="pip install -U transformers") from error
 
 _METHOD: Final = "mxfp8_graph"
+_Source = AnyRecipe | Mapping[str, Any]
 
 
 @register_quantization_config(_METHOD)
 class MXQuantizationConfig(QuantizationConfigMixin):
-    """The recipe of a model, for `from_pretrained`, and in the config.json of a saved folder."""
+    """A recipe: a preset, a file, a `Recipe` or its fields. `modules_to_not_convert` adds patterns to its `exclude`."""
 
     def __init__(
-        self,
-        recipe: str | Path | Recipe | Mapping[str, Any] = "mxint8",
-        modules_to_not_convert: Sequence[str] | None = None,
-        quant_method: str = _METHOD,
+        self, recipe: _Source = "mxint8", modules_to_not_convert: Sequence[str] = (), quant_method: str = _METHOD
     ) -> None:
-        """Loads the recipe.
-
-        Args:
-            recipe: a preset, a recipe file, a `Recipe`, or its fields.
-            modules_to_not_convert: patterns for the recipe's `exclude`.
-            quant_method: the name of this method; config.json has it.
-
-        Raises:
-            RecipeError: as `load_recipe`.
-        """
-        self.quant_method = quant_method
+        self.quant_method: Any = quant_method
         chosen = Recipe(**recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
-        self.recipe = chosen.excluding(modules_to_not_convert or ())
+        self.recipe = chosen.excluding(modules_to_not_convert)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what config.json stores: the whole recipe as data."""
@@ -61,41 +49,55 @@ class MXQuantizationConfig(QuantizationConfigMixin):
 
 @register_quantizer(_METHOD)
 class MXQuantizer(HfQuantizer):
-    """Calls `quantize_` after weights have been loaded, or before packed ones are."""
+    """Calls `quantize_` when a model has its weights, or before packed ones are loaded."""
 
-    quantization_config: MXQuantizationConfig
+    quantization_config: Any
+    is_trainable = True  # adapters beside the packed weights
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        """Whether `save_pretrained` works."""
+        return True
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         if self.pre_quantized:
             _as_loaded(model)
             quantize_(model, self.quantization_config.recipe)
-            self._ties = _untie(model)
+            self._shared = _untied(model)
+            _ignore(model, "missing", [f"{path}.{name}" for path in self._shared for name in CODES])
+            _ignore(model, "unexpected", [f"{path}.weight" for path in _packed(model)])
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        if "disk" in {*getattr(model, "hf_device_map", {}).values()}:
-            what, advice = "weights on the disk", 'pass device_map="cpu"'
-            raise ContractError("device_map", what, expected="all weights in memory", advice=advice)
         if not self.pre_quantized:
             quantize_(model, self.quantization_config.recipe)
-            _untie(model)
+            _untied(model)
             return
-        for target, source in self._ties.items():
-            for name in CODES:
-                model.get_submodule(target)._buffers[name] = model.get_submodule(source)._buffers[name]
-        for path, module in model.named_modules():
-            # transformers marks what it read. What it did not read is not initialized, and it only prints a report.
-            if isinstance(module, (Packed, Stack)) and not hasattr(module.weight_mxfp8, "_is_hf_initialized"):
-                what, advice = "no packed weight in the folder", "load it with the class of model that saved it"
-                raise ContractError(f"module {path!r}", what, expected=f"{path}.{CODES[0]}", advice=advice)
+        packed = _packed(model)
+        for target, source in self._shared.items():
+            packed[target]._buffers.update({name: packed[source]._buffers[name] for name in CODES})
+        for path, module in packed.items():
+            # transformers marks what it read. For the rest it makes memory without values, and only prints a report.
+            if not all(hasattr(module._buffers[name], "_is_hf_initialized") for name in CODES):
+                advice = "load the folder by the class of model that saved it"
+                raise ContractError(f"{path}.weight", "not in the folder", expected="it packed", advice=advice)
 
-    def is_serializable(self, **kwargs: Any) -> bool:
-        """Returns True: `save_pretrained` works."""
-        return True
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns what is saved."""
+        # Beside each packed weight also a number by the name of the original: without this quantizer, which must be
+        # imported, transformers initializes weights that are missing, but one of another shape is an error.
+        # Not for experts, as it splits their stacks when it saves.
+        paths = [path for path, module in _packed(model).items() if isinstance(module, Packed)]
+        return {**model.state_dict(), **{f"{path}.weight": torch.zeros(1, 1) for path in paths}}, {}
 
-    @property
-    def is_trainable(self) -> bool:
-        """Whether adapters train beside the packed weights."""
-        return True
+
+def _packed(model: Any) -> dict[str, Any]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, (Packed, Stack))}
+
+
+def _ignore(model: Any, kind: str, names: Sequence[str]) -> None:
+    """Leaves names out of the report of what is "missing" or "unexpected" in a folder."""
+    attribute = f"_keys_to_ignore_on_load_{kind}"
+    known = [] if getattr(model, attribute) is None else getattr(model, attribute)
+    setattr(model, attribute, type(known)([*known, *map(re.escape, names)]))
 
 
 def _as_loaded(model: Any) -> None:
@@ -104,21 +106,15 @@ def _as_loaded(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if any(re.search(pattern.replace("*", ".*"), name) for pattern in plan):
             parameter.data = parameter.data.float()
+    model.dtype_plan = {f"{pattern}(?!*_mxfp8)": dtype for pattern, dtype in plan.items()}  # 5.0 casts codes by it
     for target, source in model.all_tied_weights_keys.items():
         path, _, name = target.rpartition(".")
         setattr(model.get_submodule(path), name, model.get_parameter(source))
 
 
-def _untie(model: Any) -> dict[str, str]:
-    """Removes ties of packed weights, which transformers would tie as parameters; returns the modules that share."""
-    ties = {}
-    for target, source in list(model.all_tied_weights_keys.items()):
-        paths = [name.rpartition(".")[0] for name in (target, source)]
-        packed = [isinstance(model.get_submodule(path), Packed) for path in paths]
-        if any(packed):
-            del model.all_tied_weights_keys[target]
-        if all(packed):
-            ties[paths[0]] = paths[1]
-            ignored = [re.escape(f"{paths[0]}.{name}") for name in CODES]
-            model._keys_to_ignore_on_load_missing = [*(model._keys_to_ignore_on_load_missing or ()), *ignored]
-    return ties
+def _untied(model: Any) -> dict[str, str]:
+    """Removes ties of packed weights, which are no parameters; returns modules -> those whose codes they share."""
+    packed, ties = {f"{path}.weight" for path in _packed(model)}, model.all_tied_weights_keys
+    model.all_tied_weights_keys = {one: other for one, other in ties.items() if not packed & {one, other}}
+    shared = ((one, other) for one, other in ties.items() if packed >= {one, other})
+    return {one.removesuffix(".weight"): other.removesuffix(".weight") for one, other in shared}
