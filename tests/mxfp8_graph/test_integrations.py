@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.resources
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,21 +29,23 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "nu
 TABLES = load_recipe("mxint8", embeddings=True)
 ALL = load_recipe("mxint8", embeddings=True, output_projections=True)
 RULES = load_recipe("mxfp8", rules=[{"name": "mlp", "activations": "int8"}])
-MODELS = {
-    hf.LlamaForCausalLM: hf.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **SMALL),
-    hf.MixtralForCausalLM: hf.MixtralConfig(vocab_size=64, num_local_experts=4, num_key_value_heads=2, **SMALL),
-    hf.ViTForImageClassification: hf.ViTConfig(image_size=32, patch_size=8, **SMALL),
-    hf.T5ForConditionalGeneration: hf.T5Config(vocab_size=64, d_model=64, d_kv=32, d_ff=96, num_layers=1, num_heads=2),
+LLAMA, MIXTRAL, VIT = hf.LlamaForCausalLM, hf.MixtralForCausalLM, hf.ViTForImageClassification
+T5 = hf.T5ForConditionalGeneration
+CONFIGS = {
+    LLAMA: hf.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **SMALL),
+    MIXTRAL: hf.MixtralConfig(vocab_size=64, num_local_experts=4, num_key_value_heads=2, **SMALL),
+    VIT: hf.ViTConfig(image_size=32, patch_size=8, **SMALL),
+    T5: hf.T5Config(vocab_size=64, d_model=64, d_kv=32, d_ff=96, num_layers=1, num_heads=2),
 }
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder in high precision for each model, by the beginning of its name."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
+    """A folder in high precision for each class."""
     torch.manual_seed(0)
-    result = {re.split("For", kind.__name__)[0]: tmp_path_factory.mktemp(kind.__name__) for kind in MODELS}
-    for (kind, config), folder in zip(MODELS.items(), result.values(), strict=True):
-        kind(copy.deepcopy(config)).save_pretrained(folder)
+    result = {}
+    for kind, config in CONFIGS.items():
+        kind(copy.deepcopy(config)).save_pretrained(result.setdefault(kind, tmp_path_factory.mktemp("model")))
     return result
 
 
@@ -60,27 +61,26 @@ def output(model: Any) -> Any:
         return model(IDS, **{"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}).logits
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe", "dtype"),
-    [
-        ("Llama", "mxint8", "float32"),
-        ("Llama", "mxfp8", "bfloat16"),
-        ("Llama", TABLES, "float32"),  # the table is also the weight of the head, so it stays
-        ("Llama", ALL, "float32"),  # the two share packed bytes
-        ("Mixtral", "mxint8", "float32"),
-        ("Mixtral", "mxfp8", "bfloat16"),
-        ("ViT", "mxint8", "float32"),  # a convolution
-        ("T5", ALL, "float32"),
-        ("T5", "mxint8", "float16"),  # some weights stay in float32
-    ],
-)
+CASES = [
+    (LLAMA, "mxint8", "float32"),
+    (LLAMA, "mxfp8", "bfloat16"),
+    (LLAMA, TABLES, "float32"),  # the table is also the weight of the head, so it stays
+    (LLAMA, ALL, "float32"),  # the two share packed bytes
+    (MIXTRAL, "mxint8", "float32"),
+    (MIXTRAL, "mxfp8", "bfloat16"),
+    (VIT, "mxint8", "float32"),  # a convolution
+    (T5, ALL, "float32"),
+    (T5, "mxint8", "float16"),  # some weights stay in float32
+]
+
+
+@pytest.mark.parametrize(("kind", "recipe", "dtype"), CASES)
 def test_a_model_has_the_bits_of_quantize_when_loaded_saved_and_loaded_again(
-    folders: dict[str, Path], tmp_path: Path, name: str, recipe: Any, dtype: str
+    folders: dict[Any, Path], tmp_path: Path, kind: Any, recipe: Any, dtype: str
 ) -> None:
-    kind = next(kind for kind in MODELS if kind.__name__.startswith(name))
-    expected = kind.from_pretrained(folders[name], dtype=dtype)
+    expected = kind.from_pretrained(folders[kind], dtype=dtype)
     count = len(quantize_(expected, recipe).rewritten)
-    model = kind.from_pretrained(folders[name], dtype=dtype, quantization_config=MXQuantizationConfig(recipe))
+    model = kind.from_pretrained(folders[kind], dtype=dtype, quantization_config=MXQuantizationConfig(recipe))
     assert sum(isinstance(module, (Packed, Stack)) for module in model.modules()) == count > 0
     assert torch.equal(output(model), output(expected))
     model.save_pretrained(tmp_path, max_shard_size="40KB")
@@ -91,12 +91,10 @@ def test_a_model_has_the_bits_of_quantize_when_loaded_saved_and_loaded_again(
         assert torch.equal(output(again), output(expected))
 
 
-def test_a_folder_has_the_whole_recipe_which_wins_over_another(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_has_the_whole_recipe_which_wins_over_another(folders: dict[Any, Path], tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RULES.to_yaml(), encoding="utf-8")
-    llama(folders["Llama"], MXQuantizationConfig(recipe, modules_to_not_convert=["down_proj$"])).save_pretrained(
-        tmp_path
-    )
+    llama(folders[LLAMA], MXQuantizationConfig(recipe, ["down_proj$"])).save_pretrained(tmp_path)
     recipe.unlink()
     stored = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["quantization_config"]["recipe"]
     assert stored["rules"] == [{"name": "mlp", "quantize": True, "activations": "int8"}]
@@ -107,9 +105,9 @@ def test_a_folder_has_the_whole_recipe_which_wins_over_another(folders: dict[str
 
 
 def test_a_folder_is_an_error_without_its_weights_or_our_quantizer(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llama(folders["Llama"], MXQuantizationConfig()).save_pretrained(tmp_path)
+    llama(folders[LLAMA], MXQuantizationConfig()).save_pretrained(tmp_path)
     with monkeypatch.context() as absent:
         absent.delitem(hf.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "mxfp8_graph")
         with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
@@ -132,8 +130,8 @@ def test_sentence_transformers_loads_and_saves_through_transformers(tmp_path: Pa
     assert (loaded(str(tmp_path)).encode(texts) == expected.encode(texts)).all()
 
 
-def test_torchao_packs_in_place_what_its_filter_passes(folders: dict[str, Path]) -> None:
-    model, expected = llama(folders["Llama"]), llama(folders["Llama"])
+def test_torchao_packs_in_place_what_its_filter_passes(folders: dict[Any, Path]) -> None:
+    model, expected = llama(folders[LLAMA]), llama(folders[LLAMA])
     projection = model.model.layers[0].self_attn.q_proj
     ao.quantize_(model, MXConfig("mxint8"), lambda m, name: isinstance(m, torch.nn.Linear) and name != "lm_head")
     quantize_(expected, "mxint8")
@@ -144,9 +142,9 @@ def test_torchao_packs_in_place_what_its_filter_passes(folders: dict[str, Path])
 
 
 def test_a_config_of_torchao_loads_in_transformers_and_its_saved_folder_is_an_error(
-    folders: dict[str, Path], tmp_path: Path
+    folders: dict[Any, Path], tmp_path: Path
 ) -> None:
-    model, expected = llama(folders["Llama"], hf.TorchAoConfig(MXConfig("mxint8"))), llama(folders["Llama"])
+    model, expected = llama(folders[LLAMA], hf.TorchAoConfig(MXConfig("mxint8"))), llama(folders[LLAMA])
     quantize_(expected, "mxint8")
     assert torch.equal(model(IDS).logits, expected(IDS).logits)
     model.save_pretrained(tmp_path)
