@@ -26,11 +26,10 @@ from mxfp8_ops.errors import BackendError, ContractError, RecipeError  # noqa: E
 
 IDS = torch.arange(24).reshape(2, 12)
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
-TABLES = load_recipe("mxint8", embeddings=True)
 ALL = load_recipe("mxint8", embeddings=True, output_projections=True)
 RULES = load_recipe("mxfp8", rules=[{"name": "mlp", "activations": "int8"}])
-LLAMA, MIXTRAL, VIT = hf.LlamaForCausalLM, hf.MixtralForCausalLM, hf.ViTForImageClassification
-T5 = hf.T5ForConditionalGeneration
+LLAMA, T5 = hf.LlamaForCausalLM, hf.T5ForConditionalGeneration
+MIXTRAL, VIT = hf.MixtralForCausalLM, hf.ViTForImageClassification
 CONFIGS = {
     LLAMA: hf.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **SMALL),
     MIXTRAL: hf.MixtralConfig(vocab_size=64, num_local_experts=4, num_key_value_heads=2, **SMALL),
@@ -43,10 +42,10 @@ CONFIGS = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
     """A folder in high precision for each class."""
     torch.manual_seed(0)
-    result = {}
+    made = {kind: tmp_path_factory.mktemp("model") for kind in CONFIGS}
     for kind, config in CONFIGS.items():
-        kind(copy.deepcopy(config)).save_pretrained(result.setdefault(kind, tmp_path_factory.mktemp("model")))
-    return result
+        kind(copy.deepcopy(config)).save_pretrained(made[kind])
+    return made
 
 
 def llama(folder: Path, config: Any = None) -> Any:
@@ -64,7 +63,7 @@ def output(model: Any) -> Any:
 CASES = [
     (LLAMA, "mxint8", "float32"),
     (LLAMA, "mxfp8", "bfloat16"),
-    (LLAMA, TABLES, "float32"),  # the table is also the weight of the head, so it stays
+    (LLAMA, load_recipe("mxint8", embeddings=True), "float32"),  # the table is also the weight of the head, so it stays
     (LLAMA, ALL, "float32"),  # the two share packed bytes
     (MIXTRAL, "mxint8", "float32"),
     (MIXTRAL, "mxfp8", "bfloat16"),
@@ -130,26 +129,25 @@ def test_sentence_transformers_loads_and_saves_through_transformers(tmp_path: Pa
     assert (loaded(str(tmp_path)).encode(texts) == expected.encode(texts)).all()
 
 
-def test_torchao_packs_in_place_what_its_filter_passes(folders: dict[Any, Path]) -> None:
-    model, expected = llama(folders[LLAMA]), llama(folders[LLAMA])
-    projection = model.model.layers[0].self_attn.q_proj
-    ao.quantize_(model, MXConfig("mxint8"), lambda m, name: isinstance(m, torch.nn.Linear) and name != "lm_head")
+@pytest.mark.parametrize("through_transformers", [False, True])
+def test_torchao_packs_what_its_filter_passes(folders: dict[Any, Path], through_transformers: bool) -> None:
+    config, expected = MXConfig("mxint8"), llama(folders[LLAMA])
+    model = llama(folders[LLAMA], hf.TorchAoConfig(config) if through_transformers else None)
+    if not through_transformers:
+        ao.quantize_(model, config, lambda m, name: isinstance(m, torch.nn.Linear) and name != "lm_head")
     quantize_(expected, "mxint8")
-    assert isinstance(projection, Packed)
-    assert torch.equal(model(IDS).logits, expected(IDS).logits)
-    ao.quantize_(small := torch.nn.Sequential(torch.nn.Linear(8, 8)), MXConfig())
-    assert type(small[0]) is torch.nn.Linear
+    assert torch.equal(output(model), output(expected))
 
 
-def test_a_config_of_torchao_loads_in_transformers_and_its_saved_folder_is_an_error(
-    folders: dict[Any, Path], tmp_path: Path
-) -> None:
-    model, expected = llama(folders[LLAMA], hf.TorchAoConfig(MXConfig("mxint8"))), llama(folders[LLAMA])
-    quantize_(expected, "mxint8")
-    assert torch.equal(model(IDS).logits, expected(IDS).logits)
-    model.save_pretrained(tmp_path)
+def test_a_folder_that_torchaos_config_saved_is_an_error(folders: dict[Any, Path], tmp_path: Path) -> None:
+    llama(folders[LLAMA], hf.TorchAoConfig(MXConfig())).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="Failed to find class MXConfig"):
         llama(tmp_path)
+
+
+def test_torchao_leaves_a_small_linear() -> None:
+    ao.quantize_(small := torch.nn.Sequential(torch.nn.Linear(8, 8)), MXConfig())
+    assert type(small[0]) is torch.nn.Linear
 
 
 def test_torchao_takes_no_recipe_that_names_modules() -> None:
