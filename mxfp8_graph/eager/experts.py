@@ -54,6 +54,10 @@ class Operand:
         shape = self.codes[0].shape
         return torch.Size(k_last(shape)) if self.transposed else shape
 
+    def size(self, axis: int) -> int:
+        """Returns the size of an axis."""
+        return self.shape[axis]
+
     def transpose(self, one: int, two: int) -> Any:
         """Returns the tensor with two axes swapped, which stays packed if they are N and K."""
         rank = self.codes[0].dim()
