@@ -70,11 +70,23 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
             layer.use_nested_tensor = False
     if not training:
         model.requires_grad_(False)
+        for each in model.modules():
+            # A quantizer of the library writes the recipe; of adapters only their own weights are saved.
+            is_whole = hasattr(each, "save_pretrained") and not hasattr(each, "peft_config")
+            if is_whole and not getattr(each, "is_quantized", False):
+                each.__dict__["save_pretrained"] = _refuse_to_save
         if model.training and any(site.norm for site, d in zip(sites, decisions, strict=True) if d.quantize):
             notes.append("the model is in training mode; its folded normalizations use their running statistics")
     accounted = account(decisions, size, _stored(model))
     results: Any = {"sites": reports, "account": accounted, "notes": notes, "bytes_after": byte_size(model)}
     return build_report(chosen, options, size, **results)
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    """Raises ContractError: the folder would have no recipe, and load with random weights and a mere report."""
+    what, expected = "save_pretrained of a model that quantize_ packed", "a model that its quantizer packed"
+    advice = "load it with MXQuantizationConfig of mxfp8_graph.integrations.transformers, or save its state_dict()"
+    raise ContractError("save_pretrained", what, expected=expected, advice=advice)
 
 
 def packed(model: nn.Module) -> RewriteReport:

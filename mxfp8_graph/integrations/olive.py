@@ -37,7 +37,7 @@ FIELDS = [name for name in Recipe.model_fields if name not in {"name", "margin"}
 
 
 @model_handler_registry("MXONNXModel")
-class MXONNXModel(ONNXModelHandler):  # type: ignore[misc]
+class MXONNXModel(ONNXModelHandler):
     """An ONNX model with our nodes. Olive cannot register a library with a session, so this class opens the session."""
 
     def prepare_session(
@@ -58,7 +58,7 @@ class MXONNXModel(ONNXModelHandler):  # type: ignore[misc]
         return session
 
 
-class MXQuantization(Pass):  # type: ignore[misc]
+class MXQuantization(Pass):
     """Rewrites an ONNX model to MXINT8 or MXFP8."""
 
     @classmethod

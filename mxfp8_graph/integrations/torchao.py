@@ -9,7 +9,7 @@ import contextlib
 
 from torch import nn
 
-from mxfp8_graph.eager.quantize import quantize_
+from mxfp8_graph.eager import quantize_
 from mxfp8_graph.policy.plan import NothingEligibleError
 from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.rewriting import AnyRecipe

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import torch
 
+from mxfp8_graph.eager import quantize_
 from mxfp8_graph.eager.experts import Stack
 from mxfp8_graph.eager.modules import CODES, Packed
-from mxfp8_graph.eager.quantize import quantize_
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.rewriting import AnyRecipe
 from mxfp8_ops.errors import BackendError, ContractError

@@ -162,3 +162,11 @@ def test_an_absent_or_old_tool_is_an_error(part: str, monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, f"mxfp8_graph.integrations.{tool}")
     with pytest.raises(BackendError, match=f"{tool}: not installed, or .*; pip install -U {tool}"):
         importlib.import_module(f"mxfp8_graph.integrations.{tool}")
+
+
+def test_a_model_packed_in_place_cannot_be_saved_without_its_recipe(folders: dict[Any, Path], tmp_path: Path) -> None:
+    quantize_(model := llama(folders[LLAMA]), "mxint8")
+    with pytest.raises(ContractError, match="load it with MXQuantizationConfig"):
+        model.save_pretrained(tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+    assert torch.equal(output(copy.deepcopy(model)), output(model))
