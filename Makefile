@@ -105,8 +105,8 @@ test-hosts:
 	$(PYTHON) -m venv $(HOSTS) && $(PYTHON) -m venv $(OPTIMUM) && $(PYTHON) -m venv $(OLIVE)
 	$(HOSTS)/bin/python -m pip install --quiet --constraint constraints.txt '.[torch,test,hosts]'
 	$(HOSTS)/bin/python -m pip install --quiet --no-deps amd-quark==0.13 nvidia-pytriton==0.7.0
-	$(HOSTS)/bin/python -m pytest tests/mxfp8_graph -k test_hosts
-	$(HOSTS)/bin/python -m pytest tests/test_documentation.py -k 'genai or ray or c_and_cpp'
+	$(HOSTS)/bin/python -m pytest tests/mxfp8_graph -k 'test_hosts or test_integrations'
+	$(HOSTS)/bin/python -m pytest tests/test_documentation.py -k 'genai or ray or c_and_cpp or pretrained'
 	grep -v ^transformers constraints.txt >$(OPTIMUM)/constraints.txt
 	$(OPTIMUM)/bin/python -m pip install --quiet --constraint $(OPTIMUM)/constraints.txt '.[torch,hosts-optimum]'
 	$(OPTIMUM)/bin/python -m pytest tests/test_documentation.py -k 09_sentence_transformers
