@@ -82,12 +82,22 @@ def _profile(case: str, kernel: str) -> Step:
 
 LIBRARY = Step("library", 90, ("make", "gpu-library"), ("make", "--dry-run", "gpu-library"), needed=True)
 KERNELS = Step("kernels", 45, ("{python}", "-c", EVERY_KERNEL), ("{python}", "-c", EVERY_KERNEL, "--dry-run"))
+
+
+def _start(check: str) -> Step:
+    command = ("{python}", "tests/gpu_start.py", check)
+    return Step(check, 20, command, (*command, "--dry-run"))
+
+
 CALLS: dict[str, tuple[Step, ...]] = {
     "A": (
         Step("probe", 15, ("sh", "-c", PROBE), ("sh", "-c", PROBE)),
+        _start("install"),
         LIBRARY,
         KERNELS,
-        _tests("runs", 120, "cuda_device cuda_device_fp8", "every_16_bit or every_element or every_cut or swizzled"),
+        _start("products"),
+        _start("session"),
+        _tests("runs", 90, "cuda_device cuda_device_fp8", "every_16_bit or every_element or every_cut or swizzled"),
         _tests("routes", 60, "cuda_device", "route or graph"),
         _bench(105, "memory few_rows"),
         _profile("skinny", "gemm_skinny"),

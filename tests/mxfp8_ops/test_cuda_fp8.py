@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import gpu_start
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from grids import looped, pairwise
 
 from mxfp8_ops import cuda, numerics, numpy_nodes
 from mxfp8_ops.cuda import cublaslt as cuda_lt
-from mxfp8_ops.cuda import dispatch, execution
+from mxfp8_ops.cuda import dispatch, execution, planner
 from mxfp8_ops.errors import BackendError
 
 torch = pytest.importorskip("torch")
@@ -248,3 +249,10 @@ def test_nvmath_that_cannot_be_imported_is_a_refusal(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvmath.bindings", None)
     with pytest.raises(execution.RefusedError, match="nvmath-python cannot be imported"):
         cuda_lt._cublaslt.__wrapped__()
+
+
+def test_the_first_products_on_a_gpu_are_right_by_every_row(monkeypatch, emulated, capsys):
+    on_a(monkeypatch, (10, 0))
+    gpu_start.products("cpu")
+    printed = capsys.readouterr().out
+    assert printed.count("relative L2 difference from float64") == len(planner.routes()), printed
