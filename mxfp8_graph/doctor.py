@@ -126,7 +126,7 @@ def _cuda_checks() -> list[Check]:
         return [Check("cuda", "missing", f"no GPU; {_CUDA_ONLY}", "see nvidia-smi -L")]
     device = "cuda" if installed("onnxruntime-gpu") else "cuda-copies"
     return [
-        _package("cupy", _versions(*_CUPY), _CUDA_ONLY, "pip install 'mxfp8-graph[cuda13]' (CUDA 12: [cuda12])"),
+        _package("cupy", _versions(*_CUPY), _CUDA_ONLY, system.INSTALL),
         *(_attempt(f"gpu {i}", partial(native_reason, f"cuda:{i}"), "broken") for i in range(len(gpus))),
         _attempt("nvrtc", lambda: "{}.{}".format(*build.nvrtc_version()), "missing"),
         _attempt("gpu session", partial(_session, device), "broken"),

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from mxfp8_ops.cuda.system import INSTALL as INSTALL_CUDA
 from mxfp8_ops.errors import BackendError
 
 MIN_ORT: Final = (1, 20)
@@ -100,7 +101,7 @@ def check_cuda(ort: Any) -> None:
         return
     versions = installed()
     what = f"onnxruntime {ort.__version__} has no {CUDA_PROVIDER}"
-    advice = "pip uninstall -y onnxruntime && pip install 'mxfp8-graph[cuda13]' (CUDA 12: [cuda12])"
+    advice = f"pip uninstall -y onnxruntime && {INSTALL_CUDA}"
     if "onnxruntime-gpu" in versions:
         what, advice = ": ".join(filter(None, (what, both(versions)))), mend(versions)
     advice += ", or use device='cuda-copies'"
@@ -132,8 +133,8 @@ def libraries(ort: Any) -> str:
             missing.append(f"{name} ({error})")
     path = os.environ.get("LD_LIBRARY_PATH", "")
     return (
-        f"it needs {', '.join(names)}, looked for in {packages}/*/lib, LD_LIBRARY_PATH={path!r} and the folders of "
-        f"the system; not loaded: {', '.join(missing) or 'none, so see its own messages'}"
+        f"{CUDA_PROVIDER} needs {', '.join(names)}, looked for in {packages}/*/lib, LD_LIBRARY_PATH={path!r} and the "
+        f"system's folders; not loaded: {', '.join(missing) or 'none, so see the messages of ONNX Runtime'}"
     )
 
 
