@@ -56,7 +56,12 @@ def onnxruntime() -> Any:
         raise BackendError("onnxruntime", what, expected=expected, advice=mend(installed()) or INSTALL)
     if version(onnxruntime) < MIN_ORT:
         where, expected = f"onnxruntime {onnxruntime.__version__}", f"{_text(MIN_ORT)} or later"
-        raise BackendError(where, "too old", expected=expected, advice="pip install --upgrade onnxruntime")
+        raise BackendError(
+            where,
+            "too old",
+            expected=expected,
+            advice=f"pip install --upgrade {next(iter(installed()), 'onnxruntime')}",
+        )
     return onnxruntime
 
 
