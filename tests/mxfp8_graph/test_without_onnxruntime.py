@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import models as b
@@ -27,8 +28,9 @@ def test_a_model_is_rewritten_and_what_runs_it_names_the_extra(tmp_path: Path) -
     script = COMMANDS.replace(WITHOUT_TORCH, WITHOUT)
     results = [json.loads(line) for line in python(script, json.dumps([line.split() for line in lines]))]
     (rewritten, _, _), (diagnosed, checks, _), *others = results
-    assert (rewritten, diagnosed, output.exists()) == (0, 0, True)
+    assert (rewritten, diagnosed) == (0, 0)
     assert "not installed; needed to run and verify models" in checks
-    for code, _, errors in others:
-        assert (code, errors.startswith("error: onnxruntime: cannot be imported")) == (2, True)
-        assert errors.endswith("; pip install 'mxfp8-graph[cpu]' (for a GPU [cuda13] or [cuda12])\n")
+    message = (
+        r"error: onnxruntime: cannot be imported .*; pip install 'mxfp8-graph\[cpu\]' \(for a GPU \[cuda13\] or .*\n"
+    )
+    assert all(code == 2 and re.fullmatch(message, errors) for code, _, errors in others)

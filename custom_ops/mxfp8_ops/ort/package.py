@@ -56,12 +56,8 @@ def onnxruntime() -> Any:
         raise BackendError("onnxruntime", what, expected=expected, advice=mend(installed()) or INSTALL)
     if version(onnxruntime) < MIN_ORT:
         where, expected = f"onnxruntime {onnxruntime.__version__}", f"{_text(MIN_ORT)} or later"
-        raise BackendError(
-            where,
-            "too old",
-            expected=expected,
-            advice=f"pip install --upgrade {next(iter(installed()), 'onnxruntime')}",
-        )
+        advice = f"pip install --upgrade {next(iter(installed()), 'onnxruntime')}"
+        raise BackendError(where, "too old", expected=expected, advice=advice)
     return onnxruntime
 
 
