@@ -41,7 +41,7 @@ $(BIN)/python:
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --config-settings=build-dir=$(VENV)/build
 
 $(VENV)/.installed: $(BIN)/python $(SOURCES)
-	$(INSTALL) --quiet --editable '.[torch,test,cuda-test,bench,dev]'
+	$(INSTALL) --quiet --editable '.[cpu,torch,test,cuda-test,bench,dev]'
 	@touch $@
 
 $(VENV)/.demo: $(BIN)/python $(SOURCES)

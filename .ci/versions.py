@@ -2,8 +2,8 @@
 
 A row is a Python and a choice of versions: `3.10-lowest` takes the lowest that pyproject.toml declares of every direct
 dependency, `3.13-newest` the newest that the package index has. Each row gets two fresh environments: one with the
-runtime dependencies alone, where a model is rewritten, verified and run (`wheel_trial.py`), and one with the extras
-`torch` and `test`, where pytest runs. Arguments after `--` go to pytest in place of those of `make test`.
+extra `cpu` alone, where a model is rewritten, verified and run (`wheel_trial.py`), and one with the extras `torch` and
+`test` too, where pytest runs. Arguments after `--` go to pytest in place of those of `make test`.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def try_row(row: str, python: str, wheel: Path, arguments: argparse.Namespace) -
     """Returns versions, the outcome with the runtime dependencies alone, and the outcome of the tests."""
     folder = arguments.out / row
     folder.mkdir(parents=True, exist_ok=True)
-    bare = install(python, folder / "runtime", wheel, [], arguments)
+    bare = install(python, folder / "runtime", wheel, ["cpu"], arguments)
     with tempfile.TemporaryDirectory() as empty:
         run(bare, TRIAL, empty, env=environment(), cwd=Path(empty))
-    tested = install(python, folder / "suite", wheel, ["torch", "test"], arguments)
+    tested = install(python, folder / "suite", wheel, ["cpu", "torch", "test"], arguments)
     return versions(tested), "work", run_suite(tested, folder, arguments.pytest or list(SUITE))
 
 

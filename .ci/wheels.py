@@ -143,10 +143,11 @@ def try_wheel(python: str, wheel: Path) -> str:
         for name in ("http_proxy", "https_proxy", "no_proxy"):
             environment |= {key: os.environ[key] for key in (name, name.upper()) if key in os.environ}
         pip = [bare, "-m", "pip", "--disable-pip-version-check"]
-        run(*pip, "download", "--quiet", "--only-binary=:all:", "--dest", home / "cache", wheel, env=environment)
+        choice = ["--quiet", "--only-binary=:all:", "--dest", home / "cache"]
+        run(*pip, "download", *choice, f"{wheel}[cpu]", env=environment)
         begin = time.monotonic()
         offline = ["--no-index", "--find-links", home / "cache", "--find-links", wheel.parent, "--only-binary=:all:"]
-        run(*pip, "install", "--quiet", *offline, "mxfp8-graph", env=environment)  # pip chooses among all wheels
+        run(*pip, "install", "--quiet", *offline, "mxfp8-graph[cpu]", env=environment)  # pip chooses among all wheels
         seconds = time.monotonic() - begin
         run(bare, TRIAL, home, env=environment, cwd=home)
         return f"installed in {seconds:.1f} s without downloads; rewrites, runs and verifies"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -23,6 +23,7 @@ from mxfp8_ops import contract, cpu, formats, numpy_nodes
 from mxfp8_ops.cuda import build, system
 from mxfp8_ops.cuda.hardware import native_reason
 from mxfp8_ops.errors import BackendError, Mxfp8Error
+from mxfp8_ops.ort import package
 
 State = Literal["ok", "missing", "broken", "failed"]
 
@@ -41,12 +42,8 @@ class Check:
 
 _CUDA_ONLY: Final = "needed for CUDA kernels only"
 
-_PACKAGES: Final = (
-    *((name, (name,), "") for name in ("numpy", "ml_dtypes", "onnx", "onnx-graphsurgeon")),
-    ("onnxruntime", ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino"), ""),
-    ("torch", ("torch",), "needed for PyTorch models only"),
-)
-"""Name, distributions that provide it, purpose ("" for a package that is always needed)."""
+_NEEDED: Final = ("numpy", "ml_dtypes", "onnx", "onnx-graphsurgeon")
+_CUPY: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
 def diagnose() -> list[Check]:
@@ -54,11 +51,13 @@ def diagnose() -> list[Check]:
     return [
         Check("python", "ok", f"{platform.python_version()} ({sys.executable}), {platform.platform()}"),
         Check("mxfp8-graph", "ok", f"{__version__}, nodes of {contract.DOMAIN!r} version {contract.VERSION}"),
-        *(_package(*row) for row in _PACKAGES),
+        *(_package(name, _versions(name)) for name in _NEEDED),
+        _package("onnxruntime", package.installed(), "needed to run and verify models", package.INSTALL),
+        _package("torch", _versions("torch"), "needed for PyTorch models only"),
         _attempt("native library", lambda: str(cpu.library_path())),
         _attempt("kernels", lambda: f"{cpu.isa()}; MXFP8_ISA sets one of {', '.join(cpu.available_isas())}"),
         _attempt("recipe", _recipe),
-        _attempt("session", partial(_session, "cpu")),
+        _attempt("session", partial(_session, "cpu"), "failed" if package.installed() else "missing"),
         *_cuda_checks(),
     ]
 
@@ -82,19 +81,29 @@ def healthy(checks: Sequence[Check]) -> bool:
     return not any(check.state == "failed" for check in checks)
 
 
-def _package(name: str, distributions: Sequence[str], purpose: str) -> Check:
-    distribution = next((each for each in distributions if installed(each)), None)
-    if distribution is None:
+def _versions(*distributions: str) -> dict[str, str]:
+    return {name: version for name in distributions if (version := installed(name))}
+
+
+def _package(name: str, versions: Mapping[str, str], purpose: str = "", advice: str = "") -> Check:
+    """Checks a package that the distributions `versions` provide; `purpose` is "" if it is always needed."""
+    if not versions:
         detail = f"not installed; {purpose or 'needed always'}"
-        return Check(name, "missing" if purpose else "failed", detail, f"pip install {distributions[0]}")
-    version = f"{installed(distribution)}" if distribution == name else f"{installed(distribution)} ({distribution})"
+        return Check(name, "missing" if purpose else "failed", detail, advice or f"pip install {name}")
+    found = ", ".join(version if each == name else f"{version} ({each})" for each, version in versions.items())
+    # PyTorch and CUDA are not on the CPU path.
+    state: State = "broken" if purpose and name != "onnxruntime" else "failed"
     try:
         # Metadata alone says little: a package may be installed and not importable, for a missing system library.
-        importlib.import_module(name.replace("-", "_"))
+        module = package.onnxruntime() if name == "onnxruntime" else importlib.import_module(name.replace("-", "_"))
+    except Mxfp8Error as error:
+        return Check(name, state, f"{found}, but {error.what}", error.advice)
     except Exception as error:  # an incomplete package may raise anything
-        detail = f"{version}, but it cannot be imported: {error}"
-        return Check(name, "broken" if purpose else "failed", detail, f"pip install --force-reinstall {distribution}")
-    return Check(name, "ok", version)
+        return Check(name, state, f"{found}, but it cannot be imported: {error}", package.mend(versions))
+    if several := package.both(versions):
+        with_cuda = f"; providers: {', '.join(module.get_available_providers())}" if name == "onnxruntime" else ""
+        return Check(name, "broken", several + with_cuda, package.mend(versions))
+    return Check(name, "ok", found)
 
 
 def _attempt(name: str, step: Callable[[], str], otherwise: State = "failed") -> Check:
@@ -117,7 +126,7 @@ def _cuda_checks() -> list[Check]:
         return [Check("cuda", "missing", f"no GPU; {_CUDA_ONLY}", "see nvidia-smi -L")]
     device = "cuda" if installed("onnxruntime-gpu") else "cuda-copies"
     return [
-        _package("cupy", ("cupy-cuda13x", "cupy-cuda12x", "cupy"), _CUDA_ONLY),
+        _package("cupy", _versions(*_CUPY), _CUDA_ONLY, system.INSTALL),
         *(_attempt(f"gpu {i}", partial(native_reason, f"cuda:{i}"), "broken") for i in range(len(gpus))),
         _attempt("nvrtc", lambda: "{}.{}".format(*build.nvrtc_version()), "missing"),
         _attempt("gpu session", partial(_session, device), "broken"),

@@ -20,9 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 from google.protobuf.message import EncodeError
-from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
 from mxfp8_graph.onnx_pass.float32 import to_float32
 from mxfp8_graph.onnx_pass.load import load
@@ -33,13 +31,7 @@ from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_graph.running.profile import NodeProfile, of_session
 from mxfp8_ops import cpu, formats, ort, system
 from mxfp8_ops.errors import BackendError
-
-_RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
-    *(e for e in vars(_state).values() if isinstance(e, type) and issubclass(e, Exception)),
-    RuntimeError,
-    ValueError,
-)
-"""Exceptions of ONNX Runtime; its classes have no common base."""
+from mxfp8_ops.ort import package
 
 _UNNAMED: Final = {
     f"tensor({row.onnx_name.lower()})": np.dtype(row.numpy_name)
@@ -48,18 +40,25 @@ _UNNAMED: Final = {
 """ONNX Runtime's name of a dtype that NumPy lacks -> the dtype of ml_dtypes."""
 
 _FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
-_KNOWS_FOLDERS: Final = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 21)
-"""Whether ONNX Runtime looks in that folder while it optimizes, too; later releases refuse absolute paths."""
+_KNOWS_FOLDERS: Final = (1, 21)
+"""From this release on ONNX Runtime looks in that folder while it optimizes, too; later ones refuse absolute paths."""
 
 _MISSING: Final = re.compile(r"implementation for \w+\(\d+\) node|Type 'tensor\(b?float16\)' of input parameter")
 """ONNX Runtime's message for an op that has no kernel for a dtype, or lacks the dtype in the standard."""
 
 
+def _runtime_errors() -> tuple[type[Exception], ...]:
+    """Returns the exceptions of ONNX Runtime; its classes have no common base."""
+    names = vars(package.onnxruntime().capi.onnxruntime_pybind11_state).values()
+    return (*(e for e in names if isinstance(e, type) and issubclass(e, Exception)), RuntimeError, ValueError)
+
+
 def _serialized(model: Any, folder: Path | None) -> bytes:
     """Returns the bytes of a model whose external data is in `folder`, with locations that ONNX Runtime accepts."""
+    knows_folders = package.version(package.onnxruntime()) >= _KNOWS_FOLDERS
     for graph in iter_graphs(model.graph) if folder else ():
         for entry in (entry for tensor in graph.initializer for entry in tensor.external_data):
-            if entry.key == "location" and folder and not _KNOWS_FOLDERS:
+            if entry.key == "location" and folder and not knows_folders:
                 entry.value = str(folder.resolve() / entry.value)
             elif entry.key == "location" and Path(entry.value).is_absolute():  # the model's own file
                 entry.value = Path(entry.value).resolve().name
@@ -156,7 +155,7 @@ class Session(Runnable):
         execution: see `Execution`.
 
     Raises:
-        BackendError: ONNX Runtime refuses the model, or the native library is missing.
+        BackendError: ONNX Runtime refuses the model, or it or the native library is missing.
     """
 
     def __init__(
@@ -173,6 +172,7 @@ class Session(Runnable):
         # A profile needs a session of its own: profiling cannot be turned on later.
         self._again = functools.partial(Session, model, kernels=kernels, where=where, folder=folder, float32=float32)
         self._execution = execution
+        onnxruntime = package.onnxruntime()
         options = onnxruntime.SessionOptions()
         if execution.takes_turns:
             options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -200,8 +200,8 @@ class Session(Runnable):
 
     def _load(self, content: bytes | str, options: Any, float32: bool) -> Any:
         try:
-            return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-        except _RUNTIME_ERRORS as error:
+            return package.onnxruntime().InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        except _runtime_errors() as error:
             reason, missing = _in_one_line(error), _MISSING.search(str(error))
         # ONNX Runtime refuses a 16-bit model at the first node without a kernel. A copy in float32 runs.
         if missing and float32:
@@ -211,7 +211,7 @@ class Session(Runnable):
                 path = folder / "model.onnx"
                 save(model, path, external=wants_external(model, path, "auto", as_source=False), overwrite=False)
                 return self._load(str(path), options, False)
-        what = f"ONNX Runtime {onnxruntime.__version__} refuses the model"
+        what = f"ONNX Runtime {package.onnxruntime().__version__} refuses the model"
         advice = "rewrite the original with --for cpu (runs_on: cpu) for a model that does" if missing else ""
         raise BackendError(self.name, what, expected=f"one it runs. {reason}", advice=advice)
 
@@ -232,7 +232,7 @@ class Session(Runnable):
         try:
             return json.loads(text)
         except ValueError:
-            what = f"ONNX Runtime {onnxruntime.__version__} wrote a profile that is not JSON"
+            what = f"ONNX Runtime {package.onnxruntime().__version__} wrote a profile that is not JSON"
             expected = "names without quotes, backslashes and line breaks, which releases before 1.24 do not escape"
             advice = "upgrade onnxruntime, or run it without a profile"
             raise BackendError(self.name, what, expected=expected, advice=advice) from None
@@ -246,7 +246,7 @@ class Session(Runnable):
     def _call(self, feeds: dict[str, Any]) -> list[Any]:
         try:
             return list(self._session.run_with_ort_values(self.output_names, feeds))
-        except _RUNTIME_ERRORS as error:
+        except _runtime_errors() as error:
             shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in feeds.items()) or "no inputs"
             what = f"ONNX Runtime cannot run it on {shapes}"
             advice = (*PASS_OTHERS, f". {_in_one_line(error)}")
@@ -262,10 +262,10 @@ def _in_one_line(error: Exception) -> str:
 def _ort_value(array: Array) -> Any:
     raw = np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes a scalar 1-D
     if array.dtype.kind != "V" and array.dtype != BFLOAT16:
-        return onnxruntime.OrtValue.ortvalue_from_numpy(raw)
+        return package.onnxruntime().OrtValue.ortvalue_from_numpy(raw)
     kind = int(ir.DataType.from_numpy(array.dtype))
     raw = raw.view(np.dtype(f"u{array.dtype.itemsize}"))
-    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, kind)
+    return package.onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(raw, kind)
 
 
 def _array(value: Any) -> Array:

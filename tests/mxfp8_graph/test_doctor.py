@@ -77,6 +77,14 @@ def test_another_distribution_of_a_package_is_named(monkeypatch: pytest.MonkeyPa
     assert find("onnxruntime").detail == "1.30.0 (onnxruntime-gpu)"
 
 
+def test_two_distributions_of_a_package_are_mended() -> None:
+    check = doctor._package("onnxruntime", {"onnxruntime-gpu": "1.31.1", "onnxruntime": "1.32.0"}, "needed to run")
+    providers = ", ".join(onnxruntime.get_available_providers())
+    detail = f"onnxruntime-gpu 1.31.1 and onnxruntime 1.32.0 write the same files; providers: {providers}"
+    advice = "pip uninstall -y onnxruntime-gpu onnxruntime && pip install --no-deps onnxruntime-gpu==1.31.1"
+    assert check == Check("onnxruntime", "broken", detail, advice)
+
+
 def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Path:
         raise BackendError("mxfp8_ops", "no library", expected="one", advice="install the project with pip")

@@ -214,5 +214,5 @@ def test_a_kernel_is_loaded_once_and_kernels_of_a_node_compile_at_the_same_time(
 
 def test_without_cupy_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(BackendError, match=r"CuPy cannot be imported.*pip install cupy-cuda13x.*CPU kernels"):
+    with pytest.raises(BackendError, match=r"CuPy cannot be imported.*mxfp8-graph\[cuda13\]'.*CPU kernels"):
         cuda_device.cupy_module.__wrapped__()

@@ -52,7 +52,11 @@ def model() -> bytes:
 CPU_LIBRARY = str(cpu.library_path())
 UNUSABLE = {
     "no such device": ("gpu", (), "device 'gpu'; expected one of cpu, cuda, cuda-copies; correct the name"),
-    "an onnxruntime without CUDA": ("cuda", (), r"has no CUDAExecutionProvider; .* pip install onnxruntime-gpu"),
+    "an onnxruntime without CUDA": (
+        "cuda",
+        (),
+        r"has no CUDAExecutionProvider; .* pip install 'mxfp8-graph\[cud",
+    ),
     "no GPU": ("cuda-copies", (cuda_device, "available", fail), "cuda: what is missing"),
     "no NVRTC": ("cuda-copies", (build, "nvrtc_version", fail), "cuda: what is missing"),
     "no driver": (
@@ -82,6 +86,18 @@ def test_a_cuda_provider_without_a_gpu_warns_and_runs_on_the_processor(with_prov
     with pytest.warns(UserWarning, match="the MXFP8 nodes run on the CPU: cuda: what is missing"):
         session = ort.session(model(), providers=["CUDAExecutionProvider", "CPUExecutionProvider"])
     assert session.run(None, {"x": heavy_tailed((3, 64))})[0].shape == (3, 7)
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider' is not in available:UserWarning")
+def test_a_cuda_provider_that_does_not_start_says_what_it_looked_for(with_provider, gpu):
+    """This onnxruntime has no such provider, so the session opens without it."""
+    what = (
+        r"the providers CPUExecutionProvider\. CUDAExecutionProvider needs libcuda\.so\.1.* looked for in /.*; not load"
+    )
+    with pytest.raises(BackendError, match=what):
+        ort.session(model(), device="cuda")
+    with pytest.warns(UserWarning, match=f"the MXFP8 nodes run on the CPU.*{what}"):
+        ort.session(model(), providers=["CUDAExecutionProvider", "CPUExecutionProvider"])
 
 
 def test_nodes_that_the_cuda_provider_does_not_take_run_on_the_processor(with_provider, gpu):

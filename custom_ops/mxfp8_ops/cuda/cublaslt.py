@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from mxfp8_ops.cuda import system
 from mxfp8_ops.cuda.execution import Fp8Product, Queue, RefusedError
 from mxfp8_ops.formats import DTYPES, FLOAT32
 
@@ -145,6 +146,6 @@ def _cublaslt() -> Any:
             "cuda",
             f"nvmath-python cannot be imported ({error})",
             expected="nvmath-python for FP8 tensor cores",
-            advice="pip install 'nvmath-python[cu13]' (or [cu12])",
+            advice=system.INSTALL,
         ) from error
     return cublasLt

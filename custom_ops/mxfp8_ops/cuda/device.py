@@ -45,7 +45,7 @@ def cupy_module() -> Any:
             "cuda",
             f"CuPy cannot be imported ({error})",
             expected="CuPy 14 or later",
-            advice="pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12), or use the CPU kernels",
+            advice=f"{system.INSTALL}, or use the CPU kernels",
         ) from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()

@@ -11,6 +11,9 @@ from mxfp8_ops.errors import BackendError
 DRIVER: Final = "libcuda.so.1"
 """File name of the CUDA driver."""
 
+INSTALL: Final = "pip install 'mxfp8-graph[cuda13]' (CUDA 12: [cuda12])"
+"""Advice if a package for GPUs is missing."""
+
 _MAJOR, _MINOR, _PROCESSORS = 75, 76, 16
 """Values of CUdevice_attribute."""
 

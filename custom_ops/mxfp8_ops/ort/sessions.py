@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mxfp8_ops import cpu, native
 from mxfp8_ops.errors import BackendError, ContractError
+from mxfp8_ops.ort import package
+from mxfp8_ops.ort.package import CUDA_PROVIDER
 
 if TYPE_CHECKING:
     import onnxruntime
-
-MIN_ORT: Final = (1, 20)
-"""Oldest version of ONNX Runtime that the tests run."""
 
 DEVICES: Final = ("cpu", "cuda", "cuda-copies")
 """The devices on which nodes run.
@@ -30,7 +29,6 @@ cuda-copies  GPU 0, for an ONNX Runtime without the CUDA provider. Each node cop
              results back; weights are copied once. It needs CuPy.
 """
 
-_CUDA_PROVIDER: Final = "CUDAExecutionProvider"
 _DEVICE: Final = "mxfp8.device"
 """Configuration entry with the device of the nodes (src/cuda_host/mxfp8_cuda.h)."""
 
@@ -75,7 +73,7 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
             already, the device cannot be used, `keep_wide` is on for a device other than "cuda", or `prepack` is
             unknown.
     """
-    ort = _onnxruntime()
+    ort = package.onnxruntime()
     _check_device(ort, device)
     if keep_wide and device != "cuda":
         raise BackendError(
@@ -98,7 +96,7 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
         session_options.add_session_config_entry(_KEEP_WIDE, "1")
     if prepack != "auto":
         session_options.add_session_config_entry(_PREPACK, prepack)
-    slow = ";".join(name for name, since in FASTER_WITHOUT.items() if _installed(ort) >= since)
+    slow = ";".join(name for name, since in FASTER_WITHOUT.items() if package.version(ort) >= since)
     if device == "cpu" and slow and not _has_entry(session_options, DISABLE):
         session_options.add_session_config_entry(DISABLE, slow)
     try:
@@ -107,7 +105,7 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
         raise BackendError(
             f"onnxruntime {ort.__version__}",
             f"cannot register {cpu.library_path()} ({error})",
-            expected=f"a library that it can load, and onnxruntime {_version(MIN_ORT)} or later",
+            expected="a library that it can load",
             advice="reinstall the project",
         ) from error
     session_options.add_session_config_entry(_REGISTERED, "1")
@@ -150,32 +148,34 @@ def session(
     """
     for name in kwargs.keys() - _SESSION_ARGUMENTS:
         raise TypeError(f"session() got an unexpected keyword argument {name!r}")
-    ort = _onnxruntime()
+    ort = package.onnxruntime()
     if not isinstance(model, bytes):
         if not os.path.isfile(model):
             raise ContractError(os.fspath(model), "no such file", expected="an ONNX model", advice="correct the path")
         model = os.fspath(model)
     if providers is None:
-        providers = [*([_CUDA_PROVIDER] if device == "cuda" else []), "CPUExecutionProvider"]
+        providers = [*([CUDA_PROVIDER] if device == "cuda" else []), "CPUExecutionProvider"]
     names = [provider if isinstance(provider, str) else provider[0] for provider in providers]
     options = ort.SessionOptions() if session_options is None else session_options
     used = _device(ort, names) if device is None else device
     register(options, device=used, keep_wide=keep_wide, prepack=prepack)
     inference_session = ort.InferenceSession(model, sess_options=options, providers=list(providers), **kwargs)
-    # A session may open without a provider that it was asked for. The caller named this device, so that is an error.
-    if device == "cuda" and _CUDA_PROVIDER not in inference_session.get_providers():
-        raise BackendError(
-            "device 'cuda'",
-            f"the session has the providers {', '.join(inference_session.get_providers())}",
-            expected=str(_CUDA_PROVIDER),
-            advice="name it in `providers`, and read the warnings of ONNX Runtime",
-        )
+    # A session may open without a provider that it was asked for. If the caller named this device, that is an error.
+    if used == "cuda" and CUDA_PROVIDER not in inference_session.get_providers():
+        what = f"the session has the providers {', '.join(inference_session.get_providers())}"
+        advice = "name it in `providers`"
+        if CUDA_PROVIDER in names:
+            what, advice = f"{what}. {package.libraries(ort)}", "install what is missing (`mxfp8-graph doctor`)"
+        error = BackendError("device 'cuda'", what, expected=str(CUDA_PROVIDER), advice=advice)
+        if device == "cuda":
+            raise error
+        warnings.warn(f"the MXFP8 nodes run on the CPU: {error}", stacklevel=2)
     return inference_session
 
 
 def _device(ort: Any, providers: Sequence[str]) -> str:
     """Returns the default device of the nodes; warns if it is the processor although `providers` names CUDA."""
-    if _CUDA_PROVIDER not in providers:
+    if CUDA_PROVIDER not in providers:
         return "cpu"
     try:
         _check_device(ort, "cuda")
@@ -189,42 +189,13 @@ def _check_device(ort: Any, device: str) -> None:
     """Makes the device ready; raises BackendError if it cannot be used."""
     if device not in DEVICES:
         raise BackendError(f"device {device!r}", expected=f"one of {', '.join(DEVICES)}", advice="correct the name")
-    if device == "cuda" and _CUDA_PROVIDER not in ort.get_available_providers():
-        raise BackendError(
-            "device 'cuda'",
-            f"onnxruntime {ort.__version__} has no {_CUDA_PROVIDER}",
-            expected="a build with CUDA",
-            advice="pip uninstall onnxruntime && pip install onnxruntime-gpu, or use device='cuda-copies'",
-        )
+    if device == "cuda":
+        package.check_cuda(ort)
     if device != "cpu":
         # Here, because a session on the processor needs no CuPy.
         from mxfp8_ops.cuda import loader
 
         loader.connect()
-
-
-def _onnxruntime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendError(
-            "onnxruntime",
-            f"cannot be imported ({error})",
-            expected=f"version {_version(MIN_ORT)} or later",
-            advice="pip install onnxruntime",
-        ) from error
-    if _installed(onnxruntime) < MIN_ORT:
-        raise BackendError(
-            f"onnxruntime {onnxruntime.__version__}",
-            "too old",
-            expected=f"{_version(MIN_ORT)} or later",
-            advice="pip install --upgrade onnxruntime",
-        )
-    return onnxruntime
-
-
-def _installed(ort: Any) -> tuple[int, ...]:
-    return tuple(int(part) for part in ort.__version__.split(".")[:2])
 
 
 def _has_entry(session_options: Any, key: str) -> bool:
@@ -233,7 +204,3 @@ def _has_entry(session_options: Any, key: str) -> bool:
     except RuntimeError:  # no such entry
         return False
     return True
-
-
-def _version(parts: tuple[int, ...]) -> str:
-    return ".".join(map(str, parts))
