@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gpu_first
+import gpu_start
 import pytest
 import run_on_gpu
 from gpu_first import Step
@@ -36,6 +37,15 @@ def test_a_dry_run_finds_every_test_section_and_script(tmp_path: Path, call: str
     assert done.returncode == 0, log[-4000:]
     for step in gpu_first.CALLS[call]:
         assert f"| {step.name} | ok |" in done.stdout
+
+
+def test_the_first_checks_name_what_is_missing_and_compare_sessions(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_start.session("cpu")
+    with pytest.raises(BackendError, match="has no CUDAExecutionProvider"):
+        gpu_start.install()
+    printed = capsys.readouterr().out
+    assert "session on cpu: largest difference from the processor 0.0e+00" in printed
+    assert "providers: " in printed
 
 
 @pytest.mark.parametrize("call", gpu_first.CALLS)

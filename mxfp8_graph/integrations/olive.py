@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 from pydantic import field_validator
 
 from mxfp8_graph import Recipe, load_recipe, rewrite
@@ -18,6 +17,7 @@ from mxfp8_ops import ort
 from mxfp8_ops.errors import BackendError, ContractError, Mxfp8Error, RecipeError
 
 try:
+    import onnxruntime
     from olive.common.ort_inference import check_ort_fallback
     from olive.model import ONNXModelHandler
     from olive.model.config.registry import model_handler_registry
