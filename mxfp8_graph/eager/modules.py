@@ -199,6 +199,9 @@ class _PackedConv(Packed):
         conv: Any = self
         bias: Tensor | None = conv.bias if self.bias_f32 is None else self.bias_f32
         y: Tensor
+        if x.dim() == self.weight_mxfp8.dim() - 1:  # without a batch
+            y = self._compute(x[None])[0]
+            return y
         if self.activations in VALUES:  # the weight alone is packed, and the op is the framework's
             y = conv._conv_forward(x, self.dequantized(), None if bias is None else bias.to(x.dtype))
             return y

@@ -75,8 +75,9 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
             is_whole = hasattr(each, "save_pretrained") and not hasattr(each, "peft_config")
             if is_whole and not getattr(each, "is_quantized", False):
                 each.__dict__["save_pretrained"] = _refuse_to_save
-        if model.training and any(site.norm for site, d in zip(sites, decisions, strict=True) if d.quantize):
-            notes.append("the model is in training mode; its folded normalizations use their running statistics")
+        chosen_sites = (site for site, each in zip(sites, decisions, strict=True) if each.quantize)
+        if any(site.norm is not None and site.norm.training for site in chosen_sites):
+            notes.append("normalizations in training mode were folded; now they use their running statistics")
     accounted = account(decisions, size, _stored(model))
     results: Any = {"sites": reports, "account": accounted, "notes": notes, "bytes_after": byte_size(model)}
     return build_report(chosen, options, size, **results)

@@ -194,21 +194,17 @@ def _without_values(model: nn.Module) -> nn.Module | None:
 
 
 class _Tracer(fx.Tracer):
-    """Traces the code of one module; `deep`: of modules that are not torch's own, too."""
-
-    def __init__(self, deep: bool) -> None:
-        super().__init__()
-        self._deep = deep
+    """Traces the code of a module and of the modules in it, but torch's own and the Conv1D of transformers."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not self._deep or type(m) in KINDS or super().is_leaf_module(m, module_qualified_name)
+        return type(m) in KINDS or super().is_leaf_module(m, module_qualified_name)
 
 
-def _traced(module: nn.Module, deep: bool) -> list[fx.Node]:
+def _traced(module: nn.Module) -> list[fx.Node]:
     """Returns the nodes of a module's graph; [] if torch.fx cannot trace it."""
     with contextlib.suppress(Exception), warnings.catch_warnings():  # whatever the code of a module raises
         warnings.simplefilter("ignore")
-        return list(_Tracer(deep).trace(module).nodes)
+        return list(_Tracer().trace(module).nodes)
     return []
 
 
@@ -246,7 +242,7 @@ def _roles(model: nn.Module, traceable: bool) -> dict[str, Role]:
     """Returns the roles of the linears that are no plain ones, by path."""
     linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
     result: dict[str, Role] = {}
-    if traceable and (nodes := _traced(model, deep=True)):
+    if traceable and (nodes := _traced(model)):
         roles: Roles[fx.Node, fx.Node] = Roles(_View(model), ops.ROLE_OPS)
         calls = {str(node.target): node for node in nodes if node.op == "call_module"}
         told = {path: roles.of_linear(calls[path]) for path in linears if path in calls}
@@ -274,23 +270,39 @@ def _heads(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yields (convolution, batch normalization behind it), by path, where nothing else reads its result."""
+    """Yields (convolution, batch normalization behind it), by path, where nothing else reads its result.
+
+    The graph of the outermost module that torch.fx can trace decides, because it shows most readers.
+    """
     owners = Counter(m for _, m in model.named_modules(remove_duplicate=False))
-    for path, parent in model.named_modules():
-        kinds = {type(child) for child in parent.children()}
+    pending = [("", model)]
+    while pending:
+        start, parent = pending.pop()
+        kinds = {type(m) for m in parent.modules()}
         if not kinds & {*_NORMS} or not kinds & {*_CONVOLUTIONS}:
             continue
-        calls = [n for n in _traced(parent, deep=False) if n.op == "call_module"]
-        counts = Counter(node.target for node in calls)
-        for node in calls:
-            user = next(iter(node.users), None)
-            if len(node.users) != 1 or user not in calls or user.args != (node,) or user.kwargs:
+        nodes = _traced(parent)
+        if not nodes:
+            pending += [(f"{start}{name}.", child) for name, child in parent.named_children()]
+        calls: dict[Any, list[fx.Node]] = {}
+        for node in nodes:
+            if node.op == "call_module":
+                calls.setdefault(node.target, []).append(node)
+        read = {str(node.target).rpartition(".")[0] for node in nodes if node.op == "get_attr"}
+        for path, results in calls.items():
+            readers = {user for result in results for user in result.users}
+            norm_path = next(iter(readers)).target if readers else None
+            if readers != {*calls.get(norm_path, ())} or read & {path, norm_path}:
                 continue
-            conv, norm = (parent.get_submodule(str(n.target)) for n in (node, user))
-            once = all(counts[n.target] == 1 for n in (node, user)) and owners[conv] == owners[norm] == 1
-            if once and type(conv) in KINDS and type(norm) in _NORMS and norm.running_var is not None:
-                start = f"{path}." if path else ""
-                yield f"{start}{node.target}", f"{start}{user.target}"
+            conv, norm = parent.get_submodule(path), parent.get_submodule(str(norm_path))
+            if owners[conv] == owners[norm] == 1 and _foldable(conv, norm):
+                yield f"{start}{path}", f"{start}{norm_path}"
+
+
+def _foldable(conv: nn.Module, norm: nn.Module) -> bool:
+    """Returns whether the two are known, and no hook sees the value between them."""
+    known = type(conv) in KINDS and type(norm) in _NORMS and "forward" not in norm.__dict__
+    return known and norm.running_var is not None and not (conv._forward_hooks or norm._forward_pre_hooks)
 
 
 def _folded(conv: Any, norm: Any) -> Affine:

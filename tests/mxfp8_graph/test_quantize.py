@@ -365,22 +365,77 @@ def test_tied_weights_stay_tied() -> None:
     assert model.lm_head.weight_mxfp8.data_ptr() == model.model.embed_tokens.weight_mxfp8.data_ptr()
 
 
-class TwoReaders(nn.Module):
-    """A normalization behind a convolution whose result is read before it, too."""
+class OneNorm(nn.Module):
+    """A convolution, and its normalization in a module of its own. What reads them besides is up to `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn = nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32)
+        self.conv, self.inner = nn.Conv2d(32, 32, 1), nn.Sequential(nn.BatchNorm2d(32), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.conv(x))
+
+
+class ReadBetween(OneNorm):
+    def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
-        return y + self.bn(y)
+        return y + self.inner(y)
 
 
-def test_a_normalization_is_folded_only_if_nothing_else_reads_the_convolution() -> None:
-    quantize_(model := randomized(TwoReaders()), "mxint8")
-    assert isinstance(model.bn, nn.BatchNorm2d)
-    assert isinstance(model.conv, Packed)
+class ReadAgain(OneNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.conv(x)) + self.inner(x)
+
+
+class ReadScale(OneNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.conv(x)) + self.inner[0].weight[:, None, None]
+
+
+class ReadLayers(nn.Module):
+    """A Sequential of which another module reads each layer, as in a loss over features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        return first + self.layers[1](first)
+
+
+def hooked() -> nn.Module:
+    model = OneNorm()
+    model.conv.register_forward_hook(lambda module, inputs, result: result * 2)
+    return model
+
+
+NORMS = {"alone": (OneNorm, True), "hook": (hooked, False)}
+NORMS |= {kind.__name__: (kind, False) for kind in (ReadBetween, ReadAgain, ReadScale, ReadLayers)}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_normalization_is_folded_only_if_it_alone_reads_the_convolution(name: str) -> None:
+    build, folds = NORMS[name]
+    model, x = randomized(build()), values(2, 32, 4, 4)
+    expected = model(x)
+    quantize_(model, "mxint8")
+    assert relative_l2(model(x), expected) < 0.02
+    assert any(isinstance(module, nn.BatchNorm2d) for module in model.modules()) is not folds
+    assert any(isinstance(module, Packed) for module in model.modules())
+
+
+def test_the_report_names_folded_normalizations_in_training_mode() -> None:
+    model = randomized(OneNorm())
+    model.inner.train()
+    assert "normalizations in training mode" in " ".join(quantize_(model, "mxint8").notes)
+    assert not quantize_(randomized(OneNorm()), "mxint8").notes
+
+
+@pytest.mark.parametrize("recipe", ["mxint8", "mxint8-weight-only"])
+def test_a_convolution_takes_an_input_without_a_batch(recipe: str) -> None:
+    quantize_(model := nn.Conv2d(32, 32, 3), recipe)
+    assert_same(model(x := values(32, 4, 4)), model(x[None])[0])
 
 
 class Counting(nn.Module):
