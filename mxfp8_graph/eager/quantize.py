@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mxfp8_graph.eager import modules
 from mxfp8_graph.eager.experts import Stack
@@ -42,6 +43,10 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
     if not isinstance(model, nn.Module):
         what, advice = f"model is a {type(model).__name__}", "call rewrite for files and exported programs"
         raise ContractError("quantize_", what, expected="a torch.nn.Module", advice=advice)
+    for tensor_name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            what, advice = f"{tensor_name!r} has no shape yet", "call the model once on its inputs"
+            raise ContractError("quantize_", what, expected="an initialized tensor", advice=advice)
     chosen, training = load_recipe(recipe), options.training
     name = type(model).__name__
     options = replace(options, name=name)

@@ -483,6 +483,10 @@ def test_an_error_leaves_the_model_as_it_is() -> None:
     assert quantize_(packed, "mxint8").already_rewritten
     with pytest.raises(ContractError, match=r"model is a str; expected a torch\.nn\.Module"):
         quantize_("model.onnx")  # type: ignore[arg-type]
+    lazy = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
+    with pytest.raises(ContractError, match=r"'1\.weight' has no shape yet; .* call the model once"):
+        quantize_(lazy)
+    assert type(lazy[0]) is nn.Linear
 
 
 def test_weights_with_nan_are_packed_on_request() -> None:
