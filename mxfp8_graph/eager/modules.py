@@ -21,6 +21,7 @@ from mxfp8_graph import provenance, te
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.torch_pass import record
+from mxfp8_ops.errors import ContractError
 
 _OPS: Final = torch.ops.mxfp8
 _QUANTIZE: Final = _OPS.quantize.default
@@ -39,6 +40,8 @@ class LazyWeight(Tensor):
     """
 
     _module: Packed
+    _is_hf_initialized = True
+    """transformers writes no initial values to a tensor with this attribute."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -58,8 +61,20 @@ class LazyWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        written = (x for x, each in zip(args, func._schema.arguments, strict=False) if each.is_write)
+        if any(isinstance(x, LazyWeight) for x in written):
+            raise _read_only()
         plain = pytree.tree_map_only(LazyWeight, LazyWeight.values, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
+
+    @property
+    def data(self) -> Tensor:
+        """Itself, so that changes in place raise ContractError."""
+        return self
+
+    @data.setter
+    def data(self, _: Tensor) -> None:
+        raise _read_only()
 
     def numpy(self, **options: Any) -> Any:
         """Returns the values as an array."""
@@ -74,6 +89,11 @@ class LazyWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.values().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _read_only() -> ContractError:
+    what, advice = "is packed, so a change would be lost", "change the weight before quantize_"
+    return ContractError("weight", what, expected="no change", advice=advice)
 
 
 class Packed(nn.Module):

@@ -509,3 +509,18 @@ def test_the_weight_is_dequantized_when_its_values_are_used(monkeypatch: pytest.
     assert_same([weight.T, weight[0], copy.deepcopy(weight)], [plain.T, plain[0], plain])
     assert np.array_equal(np.asarray(weight), plain)
     assert weight.tolist() == plain.tolist()
+
+
+CHANGES: dict[str, Any] = {
+    "in place": lambda weight: weight.add_(1),
+    "in place, by data": lambda weight: weight.data.add_(1),
+    "of data": lambda weight: setattr(weight, "data", torch.zeros(96, 64)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_a_packed_weight_is_an_error(change: str) -> None:
+    """`weight.data += delta` merges an adapter; it was lost."""
+    quantize_(model := linears(), "mxint8")
+    with pytest.raises(ContractError, match="weight: is packed, so a change would be lost"), torch.no_grad():
+        CHANGES[change](model[0].weight)
