@@ -1,8 +1,9 @@
 """Modules with packed weights, and those that train. `pack` and `train` change a module in place, so that references to
 it stay valid.
 
-A packed weight is two uint8 buffers, plain tensors: `weight_mxfp8` [N, K], or [O, k..., C / group] of a convolution,
-and `weight_mxfp8_scales`, with the last axis in blocks of 32. `rewrite` gives a program the same names and bytes.
+A packed weight is two uint8 buffers, plain tensors: the elements `weight_mxfp8` [N, K], or [O, k..., C / group] of a
+convolution, and `weight_mxfp8_scales`, one per 32 elements of the last axis. A program that `rewrite` packed has the
+same names and bytes.
 `weight` dequantizes at each access, for code that reads it.
 """
 
@@ -97,7 +98,7 @@ def _read_only() -> ContractError:
 
 
 class Packed(nn.Module):
-    """What all modules with a packed weight share."""
+    """The base class of modules with a packed weight."""
 
     recipe: Recipe
     """The recipe that packed the weight; an export records it."""
@@ -112,7 +113,7 @@ class Packed(nn.Module):
     weight_mxfp8: Tensor
     weight_mxfp8_scales: Tensor
     bias_f32: Tensor | None
-    """The bias of a convolution that took over a normalization; None for others."""
+    """The bias of a convolution with a folded normalization; None for others."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the result of the original module, with its weight and perhaps its activations rounded."""
@@ -229,7 +230,7 @@ class _PackedConv(Packed):
         if isinstance(conv.padding, str):
             sizes = zip(conv.dilation, conv.kernel_size, strict=True)
             totals = [d * (k - 1) * (conv.padding == "same") for d, k in sizes]
-            # An odd zero is behind x.
+            # Of an odd total, the last zero is behind x.
             pads = [total // 2 for total in totals] + [total - total // 2 for total in totals]
         # A single number stands for all, and may be the default.
         window = [[*each][:1] if len({*each}) == 1 else [*each] for each in (conv.stride, pads, conv.dilation)]
@@ -314,7 +315,7 @@ def train(linear: nn.Module, decision: Decision, recipe: Recipe) -> None:
     """Turns an nn.Linear into a `TrainingLinear` in place."""
     layer: Any = linear
     layer.__class__ = TrainingLinear
-    # The recipe chose this layer, so what it says of other layers does not matter here.
-    chosen = {"rules": (), "include": (), "exclude": (), "scale_rounding": decision.scale_rounding}
-    layer.recipe, layer.own_recipe = recipe, recipe.model_copy(update=chosen)
+    # The recipe chose this layer already; its patterns match paths of the model.
+    changes = {"rules": (), "include": (), "exclude": (), "scale_rounding": decision.scale_rounding}
+    layer.recipe, layer.own_recipe = recipe, recipe.model_copy(update=changes)
     layer.quantizers, layer.fp8_meta = {"scaling_fwd": [], "scaling_bwd": []}, {}

@@ -1,4 +1,4 @@
-"""Packs the weights of a module in place, by the policy of `rewrite`; or puts layers in place that train."""
+"""Packs the weights of a module in place, by the policy of `rewrite`; or replaces linears by layers that train."""
 
 from __future__ import annotations
 
@@ -76,20 +76,20 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
     if not training:
         model.requires_grad_(False)
         for each in model.modules():
-            # A quantizer of the library writes the recipe; of adapters only their own weights are saved.
+            # A quantizer of transformers writes the recipe. A PEFT model saves its adapters alone.
             is_whole = hasattr(each, "save_pretrained") and not hasattr(each, "peft_config")
             if is_whole and not getattr(each, "is_quantized", False):
                 each.__dict__["save_pretrained"] = _refuse_to_save
-        chosen_sites = (site for site, each in zip(sites, decisions, strict=True) if each.quantize)
-        if any(site.norm is not None and site.norm.training for site in chosen_sites):
+        to_pack = (site for site, each in zip(sites, decisions, strict=True) if each.quantize)
+        if any(site.norm is not None and site.norm.training for site in to_pack):
             notes.append("normalizations in training mode were folded; now they use their running statistics")
-    accounted = account(decisions, size, _stored(model))
-    results: Any = {"sites": reports, "account": accounted, "notes": notes, "bytes_after": byte_size(model)}
+    accounts = account(decisions, size, _stored(model))
+    results: Any = {"sites": reports, "account": accounts, "notes": notes, "bytes_after": byte_size(model)}
     return build_report(chosen, options, size, **results)
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Raises ContractError: the folder would have no recipe, and load with random weights and a mere report."""
+    """Raises ContractError: a folder without the recipe would load with random weights."""
     what, expected = "save_pretrained of a model that quantize_ packed", "a model that its quantizer packed"
     advice = "load it with MXQuantizationConfig of mxfp8_graph.integrations.transformers, or save its state_dict()"
     raise ContractError("save_pretrained", what, expected=expected, advice=advice)
@@ -146,7 +146,7 @@ def _key(site: ModuleSite) -> Hashable:
 
 
 def _check_finite(sites: Sequence[ModuleSite], decisions: Sequence[Decision]) -> None:
-    """Raises NonFiniteError if a weight to pack has a NaN or Inf: before the first change, since floats go away."""
+    """Raises NonFiniteError if a weight to pack has NaN or Inf. It runs before the first change, which drops floats."""
     for site, decision in zip(sites, decisions, strict=True):
         if not decision.quantize or not internals.has_values(site.weight):
             continue
@@ -168,7 +168,7 @@ def _changed(
     sites: Sequence[ModuleSite], decisions: Sequence[Decision], recipe: Recipe, options: Options
 ) -> list[SiteReport]:
     """Packs each chosen site, or prepares it for training; returns the report of each site."""
-    # Keys of weights that share memory, made while all of them live.
+    # Weights that share memory have equal keys. Keys are valid while all weights live.
     keys = [_key(site) for site in sites]
     total = sum(each.site.weight_bytes for each in decisions if each.quantize)
     done, codes_by_weight, reports = 0, dict[Hashable, Codes](), []

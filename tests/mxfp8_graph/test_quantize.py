@@ -77,8 +77,8 @@ def tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    for ours, theirs in zip(tensors(found), tensors(expected), strict=True):
+def assert_same(result: Any, expected: Any) -> None:
+    for ours, theirs in zip(tensors(result), tensors(expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
@@ -110,11 +110,11 @@ def test_outputs_bytes_and_reasons_are_those_of_the_rewritten_program(name: str,
     model = copy.deepcopy(model)
     report = quantize_(model, recipe)
     with torch.no_grad():
-        found, wanted = model(**inputs), rewritten.module()(**inputs)
+        result, wanted = model(**inputs), rewritten.module()(**inputs)
     if name == "encoder":  # torch has another kernel for its attention in eager mode
-        assert relative_l2(found, wanted) < 1e-6
+        assert relative_l2(result, wanted) < 1e-6
     else:
-        assert_same(found, wanted)
+        assert_same(result, wanted)
         ours, theirs = reasons(report), reasons(expected)
         assert {name: ours.get(name) for name in theirs} == theirs
     codes = [
@@ -136,9 +136,9 @@ def files(folder: Path, *programs: Any) -> list[onnx.ModelProto]:
 def test_the_export_is_a_rewritten_program_and_its_file_the_same(tmp_path: Path) -> None:
     model, program, inputs = built("bert")
     quantize_(model := copy.deepcopy(model), "mxint8")
-    found = export(model, dynamic=dict.fromkeys(inputs, whole.TOKENS), **inputs)
-    assert rewrite(found, "mxint8")[1].already_rewritten
-    first, second = files(tmp_path, found, rewrite(program, "mxint8")[0])
+    result = export(model, dynamic=dict.fromkeys(inputs, whole.TOKENS), **inputs)
+    assert rewrite(result, "mxint8")[1].already_rewritten
+    first, second = files(tmp_path, result, rewrite(program, "mxint8")[0])
     assert first == second
 
 
@@ -260,10 +260,10 @@ def test_training_is_that_of_the_program_and_pack_gives_its_bytes(name: str) -> 
 def test_a_layer_of_training_follows_an_autocast_of_te() -> None:
     quantize_(model := linears(), training=True)
     with te.autocast(recipe="ocp"):
-        found = model(X)
+        result = model(X)
     quantize_(other := linears(), "ocp", training=True)
-    assert_same(found, other(X))
-    assert not torch.equal(found, model(X))
+    assert_same(result, other(X))
+    assert not torch.equal(result, model(X))
 
 
 class Mlp(nn.Module):
