@@ -155,9 +155,14 @@ def _check_finite(sites: Sequence[ModuleSite], decisions: Sequence[Decision]) ->
         if not (least.isfinite() and most.isfinite()):
             what = f"values from {float(least)} to {float(most)}"
             raise NonFiniteError(f"weight {site.static.name!r}", what, expected="finite values", advice=advice)
-        if site.affine is not None and site.affine.factors is not None and not np.isfinite(site.affine.factors).all():
-            where = f"the normalization behind {site.matmul.name!r}"
-            raise NonFiniteError(where, "a factor that is NaN or Inf", expected="finite factors", advice=advice)
+        factors = None if site.affine is None else site.affine.factors
+        if factors is not None:
+            peaks = site.weight.detach().flatten(1).abs().amax(1).float().cpu().numpy()
+            with np.errstate(over="ignore", invalid="ignore"):
+                products = peaks * factors
+            if not np.isfinite(products).all():
+                where, what = f"the normalization behind {site.matmul.name!r}", "a factor that makes NaN or Inf"
+                raise NonFiniteError(where, what, expected="finite products with the weight", advice=advice)
 
 
 Codes = tuple[Tensor, Tensor, float | None]

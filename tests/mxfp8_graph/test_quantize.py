@@ -471,6 +471,10 @@ def test_an_error_leaves_the_model_as_it_is() -> None:
     network = residual()
     network[1].running_var[5] = torch.nan
     unchanged(network, lambda m: quantize_(m, NETWORK), ContractError, "the normalization behind '0': a factor")
+    large = nn.Sequential(nn.Conv2d(32, 32, 1), residual())
+    large[1][2].conv1.weight.data.fill_(1e30)
+    large[1][2].bn1.weight.data.fill_(1e30)
+    unchanged(large, lambda m: quantize_(m, "mxint8"), ContractError, "behind '1.2.conv1': a factor that makes")
     unused = Recipe(exclude=("layer9",))
     unchanged(linears(), lambda m: quantize_(m, unused), RecipeError, "'layer9' matches none")
     little = nn.Sequential(nn.Linear(8, 8))
