@@ -29,23 +29,23 @@ def quantize_(
 ) -> RewriteReport:
     """Packs the weights of a trained model in place, without an export; returns the report of `rewrite`.
 
-    nn.Linear, the Conv1D of transformers and its stacks of experts, and where the recipe has them nn.Conv1d, nn.Conv2d
-    and nn.Embedding, become modules with two uint8 buffers in place of a weight: by the policy, names and rules of
-    `rewrite`, and with its bytes. The batch normalization behind a convolution becomes an identity. Code that is no
-    module (attention products, functional calls) stays. Afterwards parameters ask for no gradients: set `requires_grad`
-    of those that an adapter trains. torch.export of the result is a rewritten program.
+    nn.Linear, the Conv1D and the stacks of experts of transformers, and where the recipe has them nn.Conv1d, nn.Conv2d
+    and nn.Embedding, become modules with two uint8 buffers in place of a weight. Choice, names and bytes are as in
+    `rewrite`. A batch normalization that alone reads a convolution becomes an identity. Products outside of modules
+    (attention, functional calls) stay. All parameters are frozen: set `requires_grad` of those that an adapter trains.
+    torch.export of the result gives a rewritten program.
 
     Args:
-        model: the module. Without values (on the meta device) it becomes a model to load packed weights into.
+        model: the module. On the meta device it becomes a model that loads packed weights.
         recipe: as in `rewrite`. Patterns match the dotted path of a module.
-        training: put linears in place that train in MXFP8, instead (`te.Linear`). `pack` packs them afterwards.
+        training: replace linears by layers that train in MXFP8 (`te.Linear`). `pack` packs them afterwards.
         allow_nonfinite: pack weights with NaN or Inf instead of refusing them.
         progress: called as progress(module, bytes_done, bytes_total) after each weight.
 
     Raises:
         ContractError: `model` is no module, or a weight cannot be packed. The model is unchanged.
         RecipeError: the recipe is malformed, does not fit the model, or another recipe packed the model before.
-        NothingEligibleError: no weight is packed; it has the reasons.
+        NothingEligibleError: no weight is eligible; the error has the reasons.
     """
     import mxfp8_graph.torch_pass  # noqa: F401 - its error says how to install torch
     from mxfp8_graph.eager.quantize import quantized

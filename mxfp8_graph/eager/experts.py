@@ -1,7 +1,7 @@
-"""Stacks of experts: three-axis parameters of the modules that transformers has for them.
+"""Stacks of experts: parameters with three axes in modules of transformers.
 
-The parameter becomes a module `Stack` of the same name. The code of the model, which this package does not know, passes
-it to torch as the tensor that it was, and `__torch_function__` calls our ops there.
+The parameter becomes a module `Stack` of the same name. The code of the model passes it to torch like a tensor, and
+`__torch_function__` calls our ops there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Operand:
         return self.shape[axis]
 
     def transpose(self, one: int, two: int) -> Any:
-        """Returns the tensor with two axes swapped, which stays packed if they are N and K."""
+        """Returns the tensor with two axes swapped; it stays packed if they are N and K."""
         rank = self.codes[0].dim()
         if {one % rank, two % rank} != {rank - 2, rank - 1}:
             return self.values().transpose(one, two)
@@ -128,17 +128,17 @@ class Stack(Operand, nn.Module):
 
     def product(self, x: Tensor, codes: Sequence[Tensor], offs: Tensor | None = None) -> Tensor:
         """Returns x [..., K] times these weights, transposed: of all experts, of some, or of groups of rows."""
-        ops, chosen = torch.ops.mxfp8, self.decision
-        formats = chosen.activations, chosen.weight_format
+        ops, decision = torch.ops.mxfp8, self.decision
+        formats = decision.activations, decision.weight_format
         y: Tensor
         with record.traced(self.recipe) if torch.compiler.is_exporting() else nullcontext():
-            if chosen.activations in VALUES:
-                rounded = VALUES[chosen.activations]
+            if decision.activations in VALUES:
+                rounded = VALUES[decision.activations]
                 if offs is None:
                     return ops.weight_gemm(x, *codes, None, formats[1], None, rounded)  # type: ignore[no-any-return]
                 y = ops.grouped_gemm(x.to(rounded or x.dtype), None, *codes, offs, "e4m3", formats[1], x.dtype)
                 return y
-            rows, dtype = ops.quantize(x, -1, formats[0], chosen.scale_rounding), not_default(x.dtype)
+            rows, dtype = ops.quantize(x, -1, formats[0], decision.scale_rounding), not_default(x.dtype)
             if offs is None:
                 return ops.gemm(*rows, *codes, None, *formats, dtype)  # type: ignore[no-any-return]
             return ops.grouped_gemm(*rows, *codes, offs, *formats, dtype)  # type: ignore[no-any-return]

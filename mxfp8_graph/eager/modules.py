@@ -1,8 +1,9 @@
 """Modules with packed weights, and those that train. `pack` and `train` change a module in place, so that references to
 it stay valid.
 
-A packed weight is two uint8 buffers, plain tensors: `weight_mxfp8` [N, K], or [O, k..., C / group] of a convolution,
-and `weight_mxfp8_scales`, with the last axis in blocks of 32. `rewrite` gives a program the same names and bytes.
+A packed weight is two uint8 buffers, plain tensors: the elements `weight_mxfp8` [N, K], or [O, k..., C / group] of a
+convolution, and `weight_mxfp8_scales`, one per 32 elements of the last axis. A program that `rewrite` packed has the
+same names and bytes.
 `weight` dequantizes at each access, for code that reads it.
 """
 
@@ -21,6 +22,7 @@ from mxfp8_graph import provenance, te
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.torch_pass import record
+from mxfp8_ops.errors import ContractError
 
 _OPS: Final = torch.ops.mxfp8
 _QUANTIZE: Final = _OPS.quantize.default
@@ -39,6 +41,8 @@ class LazyWeight(Tensor):
     """
 
     _module: Packed
+    _is_hf_initialized = True
+    """transformers writes no initial values to a tensor with this attribute."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -58,8 +62,20 @@ class LazyWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        written = (x for x, each in zip(args, func._schema.arguments, strict=False) if each.is_write)
+        if any(isinstance(x, LazyWeight) for x in written):
+            raise _read_only()
         plain = pytree.tree_map_only(LazyWeight, LazyWeight.values, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
+
+    @property
+    def data(self) -> Tensor:
+        """Itself, so that changes in place raise ContractError."""
+        return self
+
+    @data.setter
+    def data(self, _: Tensor) -> None:
+        raise _read_only()
 
     def numpy(self, **options: Any) -> Any:
         """Returns the values as an array."""
@@ -76,8 +92,13 @@ class LazyWeight(Tensor):
         return self.values().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+def _read_only() -> ContractError:
+    what, advice = "is packed, so a change would be lost", "change the weight before quantize_"
+    return ContractError("weight", what, expected="no change", advice=advice)
+
+
 class Packed(nn.Module):
-    """What all modules with a packed weight share."""
+    """The base class of modules with a packed weight."""
 
     recipe: Recipe
     """The recipe that packed the weight; an export records it."""
@@ -92,7 +113,7 @@ class Packed(nn.Module):
     weight_mxfp8: Tensor
     weight_mxfp8_scales: Tensor
     bias_f32: Tensor | None
-    """The bias of a convolution that took over a normalization; None for others."""
+    """The bias of a convolution with a folded normalization; None for others."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the result of the original module, with its weight and perhaps its activations rounded."""
@@ -199,6 +220,9 @@ class _PackedConv(Packed):
         conv: Any = self
         bias: Tensor | None = conv.bias if self.bias_f32 is None else self.bias_f32
         y: Tensor
+        if x.dim() == self.weight_mxfp8.dim() - 1:  # without a batch
+            y = self._compute(x[None])[0]
+            return y
         if self.activations in VALUES:  # the weight alone is packed, and the op is the framework's
             y = conv._conv_forward(x, self.dequantized(), None if bias is None else bias.to(x.dtype))
             return y
@@ -206,7 +230,7 @@ class _PackedConv(Packed):
         if isinstance(conv.padding, str):
             sizes = zip(conv.dilation, conv.kernel_size, strict=True)
             totals = [d * (k - 1) * (conv.padding == "same") for d, k in sizes]
-            # An odd zero is behind x.
+            # Of an odd total, the last zero is behind x.
             pads = [total // 2 for total in totals] + [total - total // 2 for total in totals]
         # A single number stands for all, and may be the default.
         window = [[*each][:1] if len({*each}) == 1 else [*each] for each in (conv.stride, pads, conv.dilation)]
@@ -291,7 +315,7 @@ def train(linear: nn.Module, decision: Decision, recipe: Recipe) -> None:
     """Turns an nn.Linear into a `TrainingLinear` in place."""
     layer: Any = linear
     layer.__class__ = TrainingLinear
-    # The recipe chose this layer, so what it says of other layers does not matter here.
-    chosen = {"rules": (), "include": (), "exclude": (), "scale_rounding": decision.scale_rounding}
-    layer.recipe, layer.own_recipe = recipe, recipe.model_copy(update=chosen)
+    # The recipe chose this layer already; its patterns match paths of the model.
+    changes = {"rules": (), "include": (), "exclude": (), "scale_rounding": decision.scale_rounding}
+    layer.recipe, layer.own_recipe = recipe, recipe.model_copy(update=changes)
     layer.quantizers, layer.fp8_meta = {"scaling_fwd": [], "scaling_bwd": []}, {}

@@ -1,4 +1,4 @@
-"""Packs the weights of a module in place, by the policy of `rewrite`; or puts layers in place that train."""
+"""Packs the weights of a module in place, by the policy of `rewrite`; or replaces linears by layers that train."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mxfp8_graph.eager import modules
 from mxfp8_graph.eager.experts import Stack
@@ -42,6 +43,10 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
     if not isinstance(model, nn.Module):
         what, advice = f"model is a {type(model).__name__}", "call rewrite for files and exported programs"
         raise ContractError("quantize_", what, expected="a torch.nn.Module", advice=advice)
+    for tensor_name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            what, advice = f"{tensor_name!r} has no shape yet", "call the model once on its inputs"
+            raise ContractError("quantize_", what, expected="an initialized tensor", advice=advice)
     chosen, training = load_recipe(recipe), options.training
     name = type(model).__name__
     options = replace(options, name=name)
@@ -71,19 +76,20 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
     if not training:
         model.requires_grad_(False)
         for each in model.modules():
-            # A quantizer of the library writes the recipe; of adapters only their own weights are saved.
+            # A quantizer of transformers writes the recipe. A PEFT model saves its adapters alone.
             is_whole = hasattr(each, "save_pretrained") and not hasattr(each, "peft_config")
             if is_whole and not getattr(each, "is_quantized", False):
                 each.__dict__["save_pretrained"] = _refuse_to_save
-        if model.training and any(site.norm for site, d in zip(sites, decisions, strict=True) if d.quantize):
-            notes.append("the model is in training mode; its folded normalizations use their running statistics")
-    accounted = account(decisions, size, _stored(model))
-    results: Any = {"sites": reports, "account": accounted, "notes": notes, "bytes_after": byte_size(model)}
+        to_pack = (site for site, each in zip(sites, decisions, strict=True) if each.quantize)
+        if any(site.norm is not None and site.norm.training for site in to_pack):
+            notes.append("normalizations in training mode were folded; now they use their running statistics")
+    accounts = account(decisions, size, _stored(model))
+    results: Any = {"sites": reports, "account": accounts, "notes": notes, "bytes_after": byte_size(model)}
     return build_report(chosen, options, size, **results)
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Raises ContractError: the folder would have no recipe, and load with random weights and a mere report."""
+    """Raises ContractError: a folder without the recipe would load with random weights."""
     what, expected = "save_pretrained of a model that quantize_ packed", "a model that its quantizer packed"
     advice = "load it with MXQuantizationConfig of mxfp8_graph.integrations.transformers, or save its state_dict()"
     raise ContractError("save_pretrained", what, expected=expected, advice=advice)
@@ -140,7 +146,7 @@ def _key(site: ModuleSite) -> Hashable:
 
 
 def _check_finite(sites: Sequence[ModuleSite], decisions: Sequence[Decision]) -> None:
-    """Raises NonFiniteError if a weight to pack has a NaN or Inf: before the first change, since floats go away."""
+    """Raises NonFiniteError if a weight to pack has NaN or Inf. It runs before the first change, which drops floats."""
     for site, decision in zip(sites, decisions, strict=True):
         if not decision.quantize or not internals.has_values(site.weight):
             continue
@@ -149,9 +155,14 @@ def _check_finite(sites: Sequence[ModuleSite], decisions: Sequence[Decision]) ->
         if not (least.isfinite() and most.isfinite()):
             what = f"values from {float(least)} to {float(most)}"
             raise NonFiniteError(f"weight {site.static.name!r}", what, expected="finite values", advice=advice)
-        if site.affine is not None and site.affine.factors is not None and not np.isfinite(site.affine.factors).all():
-            where = f"the normalization behind {site.matmul.name!r}"
-            raise NonFiniteError(where, "a factor that is NaN or Inf", expected="finite factors", advice=advice)
+        factors = None if site.affine is None else site.affine.factors
+        if factors is not None:
+            peaks = site.weight.detach().flatten(1).abs().amax(1).float().cpu().numpy()
+            with np.errstate(over="ignore", invalid="ignore"):
+                products = peaks * factors
+            if not np.isfinite(products).all():
+                where, what = f"the normalization behind {site.matmul.name!r}", "a factor that makes NaN or Inf"
+                raise NonFiniteError(where, what, expected="finite products with the weight", advice=advice)
 
 
 Codes = tuple[Tensor, Tensor, float | None]
@@ -162,7 +173,7 @@ def _changed(
     sites: Sequence[ModuleSite], decisions: Sequence[Decision], recipe: Recipe, options: Options
 ) -> list[SiteReport]:
     """Packs each chosen site, or prepares it for training; returns the report of each site."""
-    # Keys of weights that share memory, made while all of them live.
+    # Weights that share memory have equal keys. Keys are valid while all weights live.
     keys = [_key(site) for site in sites]
     total = sum(each.site.weight_bytes for each in decisions if each.quantize)
     done, codes_by_weight, reports = 0, dict[Hashable, Codes](), []

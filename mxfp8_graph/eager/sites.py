@@ -1,6 +1,6 @@
-"""Describes the modules that can be packed, with what a module tells of its graph: roles, and normalizations to fold.
+"""Describes the modules that can be packed: their weights, roles, and normalizations to fold.
 
-torch.fx traces a module without example inputs, where its code allows it. Else the names of a model tell its head.
+torch.fx traces the code of a model without inputs. If it cannot, the names of modules tell their roles.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ModuleSite:
     """The rows are [..., K, N]."""
     affine: Affine | None = None
     norm: nn.Module | None = None
-    """The normalization behind a convolution that its weight takes over."""
+    """The normalization to fold into the weight of a convolution."""
 
     @property
     def weight(self) -> Any:
@@ -63,7 +63,7 @@ class ModuleSite:
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Any:
-    """Returns a parameter of a module; None if it has none of this name, but perhaps computes it."""
+    """Returns a parameter of a module; None if it has no parameter of this name."""
     return module._parameters.get(name)
 
 
@@ -76,8 +76,8 @@ def sites_of(model: nn.Module) -> list[ModuleSite]:
     """Returns the sites of a model, in the order of its modules."""
     known = [(path, m) for path, m in model.named_modules() if isinstance(m, _REPORTED) or kind_of(m)]
     uses = Counter(identity(weight) for _, m in known if (weight := weight_of(m)) is not None)
-    bare = _without_values(model)
-    roles, norms = _roles(bare or model, traceable=bare is not None), dict(_norms(bare) if bare else ())
+    empty = _without_values(model)
+    roles, norms = _roles(empty or model, traceable=empty is not None), dict(_norms(empty) if empty else ())
     sites = []
     for path, module in known:
         if not isinstance(module, Packed):
@@ -177,7 +177,7 @@ def _blocker(module: nn.Module) -> str | None:
     return None
 
 
-# --- What the graph of a module tells
+# --- The graph of a module
 
 
 def _without_values(model: nn.Module) -> nn.Module | None:
@@ -194,21 +194,17 @@ def _without_values(model: nn.Module) -> nn.Module | None:
 
 
 class _Tracer(fx.Tracer):
-    """Traces the code of one module; `deep`: of modules that are not torch's own, too."""
-
-    def __init__(self, deep: bool) -> None:
-        super().__init__()
-        self._deep = deep
+    """Traces the code of a module and of the modules in it, but torch's own and the Conv1D of transformers."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not self._deep or type(m) in KINDS or super().is_leaf_module(m, module_qualified_name)
+        return type(m) in KINDS or super().is_leaf_module(m, module_qualified_name)
 
 
-def _traced(module: nn.Module, deep: bool) -> list[fx.Node]:
+def _traced(module: nn.Module) -> list[fx.Node]:
     """Returns the nodes of a module's graph; [] if torch.fx cannot trace it."""
     with contextlib.suppress(Exception), warnings.catch_warnings():  # whatever the code of a module raises
         warnings.simplefilter("ignore")
-        return list(_Tracer(deep).trace(module).nodes)
+        return list(_Tracer().trace(module).nodes)
     return []
 
 
@@ -232,8 +228,8 @@ class _View:
             name = op.target if isinstance(op.target, str) else op.target.__name__
             return name.rstrip("_")
         module = self._model.get_submodule(str(op.target))
-        weighs = any(parameter.dim() > 1 for parameter in module.parameters())
-        return "linear" if weighs else type(module).__name__.lower().replace("identity", "alias")
+        has_matrix = any(parameter.dim() > 1 for parameter in module.parameters())
+        return "linear" if has_matrix else type(module).__name__.lower().replace("identity", "alias")
 
     def is_constant(self, value: Any) -> bool:
         return not isinstance(value, fx.Node) or value.op == "get_attr"
@@ -243,14 +239,14 @@ class _View:
 
 
 def _roles(model: nn.Module, traceable: bool) -> dict[str, Role]:
-    """Returns the roles of the linears that are no plain ones, by path."""
+    """Returns the roles of linears, by path; without those of role "linear"."""
     linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
     result: dict[str, Role] = {}
-    if traceable and (nodes := _traced(model, deep=True)):
+    if traceable and (nodes := _traced(model)):
         roles: Roles[fx.Node, fx.Node] = Roles(_View(model), ops.ROLE_OPS)
         calls = {str(node.target): node for node in nodes if node.op == "call_module"}
-        told = {path: roles.of_linear(calls[path]) for path in linears if path in calls}
-        result = {path: role for path, role in told.items() if role != "linear"}
+        by_path = {path: roles.of_linear(calls[path]) for path in linears if path in calls}
+        result = {path: role for path, role in by_path.items() if role != "linear"}
     else:
         result |= {path: "router" for path in linears if path.rpartition(".")[2] in _ROUTERS}
         top, inner = "", model
@@ -274,23 +270,39 @@ def _heads(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yields (convolution, batch normalization behind it), by path, where nothing else reads its result."""
+    """Yields (convolution, batch normalization behind it), by path, where nothing else reads its result.
+
+    The graph of the outermost module that torch.fx can trace decides, because it shows most readers.
+    """
     owners = Counter(m for _, m in model.named_modules(remove_duplicate=False))
-    for path, parent in model.named_modules():
-        kinds = {type(child) for child in parent.children()}
+    pending = [("", model)]
+    while pending:
+        start, parent = pending.pop()
+        kinds = {type(m) for m in parent.modules()}
         if not kinds & {*_NORMS} or not kinds & {*_CONVOLUTIONS}:
             continue
-        calls = [n for n in _traced(parent, deep=False) if n.op == "call_module"]
-        counts = Counter(node.target for node in calls)
-        for node in calls:
-            user = next(iter(node.users), None)
-            if len(node.users) != 1 or user not in calls or user.args != (node,) or user.kwargs:
+        nodes = _traced(parent)
+        if not nodes:
+            pending += [(f"{start}{name}.", child) for name, child in parent.named_children()]
+        calls: dict[Any, list[fx.Node]] = {}
+        for node in nodes:
+            if node.op == "call_module":
+                calls.setdefault(node.target, []).append(node)
+        read = {str(node.target).rpartition(".")[0] for node in nodes if node.op == "get_attr"}
+        for path, results in calls.items():
+            readers = {user for result in results for user in result.users}
+            norm_path = next(iter(readers)).target if readers else None
+            if readers != {*calls.get(norm_path, ())} or read & {path, norm_path}:
                 continue
-            conv, norm = (parent.get_submodule(str(n.target)) for n in (node, user))
-            once = all(counts[n.target] == 1 for n in (node, user)) and owners[conv] == owners[norm] == 1
-            if once and type(conv) in KINDS and type(norm) in _NORMS and norm.running_var is not None:
-                start = f"{path}." if path else ""
-                yield f"{start}{node.target}", f"{start}{user.target}"
+            conv, norm = parent.get_submodule(path), parent.get_submodule(str(norm_path))
+            if owners[conv] == owners[norm] == 1 and _foldable(conv, norm):
+                yield f"{start}{path}", f"{start}{norm_path}"
+
+
+def _foldable(conv: nn.Module, norm: nn.Module) -> bool:
+    """Returns whether the two are known, and no hook sees the value between them."""
+    known = type(conv) in KINDS and type(norm) in _NORMS and "forward" not in norm.__dict__
+    return known and norm.running_var is not None and not (conv._forward_hooks or norm._forward_pre_hooks)
 
 
 def _folded(conv: Any, norm: Any) -> Affine:
@@ -303,7 +315,7 @@ def _folded(conv: Any, norm: Any) -> Affine:
 
 
 def _values(x: torch.Tensor | None) -> Any:
-    """Returns the values of a vector as float64; any numbers if it has none yet."""
+    """Returns the values of a vector as float64; on the meta device any numbers."""
     if x is None:
         return None
     return np.full(x.shape, 2.0) if x.is_meta else x.detach().double().cpu().numpy()

@@ -71,7 +71,7 @@ class MXQuantization(Pass):
 
     @classmethod
     def get_config_params(cls, accelerator_spec: Any, config: Any = None, disable_search: bool = False) -> Any:
-        """Returns what Olive's method does; RecipeError for an unknown option, which Olive would ignore."""
+        """Returns the parameters of a pass; raises RecipeError for an unknown option, which Olive would ignore."""
         known = cls.default_config(accelerator_spec)
         for name in (config or {}).keys() - known.keys():
             raise RecipeError.unknown("MXQuantization", name, known)
@@ -82,7 +82,7 @@ class MXQuantization(Pass):
         def fields(value: Any) -> Any:
             if not isinstance(value, str) or value in set(PassParamDefault):
                 return value
-            # Olive makes a path of a text that is one: also of a preset's name, beside a folder of this name.
+            # Olive makes an absolute path of a text that is a path here, even of the name of a preset.
             recipe = load_recipe(value if Path(value).suffix else Path(value).name)
             # As fields, so that Olive's cache, which compares configurations, sees when a recipe file has changed.
             return recipe.model_dump(mode="json", exclude_unset=True)
@@ -102,10 +102,10 @@ class MXQuantization(Pass):
             raise error.with_traceback(None) from None  # Olive prints the traceback
         attributes = {**(model.model_attributes or {}), "mxfp8_graph": f"{len(report.rewritten)} rewritten"}
         kind = MXONNXModel if config.native else ONNXModelHandler
-        made = kind(str(output), inference_settings=model.inference_settings, model_attributes=attributes)
+        output_model = kind(str(output), inference_settings=model.inference_settings, model_attributes=attributes)
         if output.with_name(f"{output.name}.data").exists():
-            made.change_model_path_to_dir()  # so that Olive copies both files
-        return made
+            output_model.change_model_path_to_dir()  # so that Olive copies both files
+        return output_model
 
 
 def package_config() -> dict[str, Any]:

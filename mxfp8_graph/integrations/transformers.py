@@ -43,7 +43,7 @@ class MXQuantizationConfig(QuantizationConfigMixin):
         self.recipe = chosen.excluding(modules_to_not_convert)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what config.json stores: the whole recipe as data."""
+        """Returns the fields for config.json: the whole recipe as data."""
         return {"quant_method": self.quant_method, "recipe": self.recipe.model_dump(mode="json", exclude_none=True)}
 
 
@@ -75,16 +75,16 @@ class MXQuantizer(HfQuantizer):
         for target, source in self._shared.items():
             packed[target]._buffers.update({name: packed[source]._buffers[name] for name in CODES})
         for path, module in packed.items():
-            # transformers marks what it read. For the rest it makes memory without values, and only prints a report.
+            # transformers marks the tensors that it read. Others have no values, and it only prints a report.
             if not all(hasattr(module._buffers[name], "_is_hf_initialized") for name in CODES):
                 advice = "load the folder by the class of model that saved it"
                 raise ContractError(f"{path}.weight", "not in the folder", expected="it packed", advice=advice)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
-        """Returns what is saved."""
-        # Beside each packed weight also a number by the name of the original: without this quantizer, which must be
-        # imported, transformers initializes weights that are missing, but one of another shape is an error.
-        # Not for experts, as it splits their stacks when it saves.
+        """Returns the tensors to save, and no metadata."""
+        # Each packed weight has beside it a tensor [1, 1] by the name of the original. Where this quantizer is not
+        # imported, transformers would initialize a missing weight, but a wrong shape is an error.
+        # Experts have none: transformers splits their stacks when it saves.
         paths = [path for path, module in _packed(model).items() if isinstance(module, Packed)]
         return {**model.state_dict(), **{f"{path}.weight": torch.zeros(1, 1) for path in paths}}, {}
 

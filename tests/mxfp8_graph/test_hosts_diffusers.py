@@ -25,7 +25,7 @@ def test_a_transformer_is_packed_in_place_and_when_it_loads(tmp_path: Path) -> N
     quantize_(model := kind.from_pretrained(tmp_path), "mxint8")
     inputs = torch.randn(1, 4, 8, 8), torch.tensor([3])
     with torch.no_grad():
-        found, expected = (each(*inputs, class_labels=torch.tensor([1])).sample for each in (loaded, model))
-    assert torch.equal(found, expected)
+        result, expected = (each(*inputs, class_labels=torch.tensor([1])).sample for each in (loaded, model))
+    assert torch.equal(result, expected)
     with pytest.raises(ContractError, match="save_pretrained of a model that quantize_ packed"):
         model.save_pretrained(tmp_path / "packed")

@@ -42,10 +42,10 @@ CONFIGS = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
     """A folder in high precision for each class."""
     torch.manual_seed(0)
-    made = {kind: tmp_path_factory.mktemp("model") for kind in CONFIGS}
+    paths = {kind: tmp_path_factory.mktemp("model") for kind in CONFIGS}
     for kind, config in CONFIGS.items():
-        kind(copy.deepcopy(config)).save_pretrained(made[kind])
-    return made
+        kind(copy.deepcopy(config)).save_pretrained(paths[kind])
+    return paths
 
 
 def llama(folder: Path, config: Any = None) -> Any:

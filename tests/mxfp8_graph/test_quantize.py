@@ -77,8 +77,8 @@ def tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    for ours, theirs in zip(tensors(found), tensors(expected), strict=True):
+def assert_same(result: Any, expected: Any) -> None:
+    for ours, theirs in zip(tensors(result), tensors(expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
@@ -110,11 +110,11 @@ def test_outputs_bytes_and_reasons_are_those_of_the_rewritten_program(name: str,
     model = copy.deepcopy(model)
     report = quantize_(model, recipe)
     with torch.no_grad():
-        found, wanted = model(**inputs), rewritten.module()(**inputs)
+        result, wanted = model(**inputs), rewritten.module()(**inputs)
     if name == "encoder":  # torch has another kernel for its attention in eager mode
-        assert relative_l2(found, wanted) < 1e-6
+        assert relative_l2(result, wanted) < 1e-6
     else:
-        assert_same(found, wanted)
+        assert_same(result, wanted)
         ours, theirs = reasons(report), reasons(expected)
         assert {name: ours.get(name) for name in theirs} == theirs
     codes = [
@@ -136,9 +136,9 @@ def files(folder: Path, *programs: Any) -> list[onnx.ModelProto]:
 def test_the_export_is_a_rewritten_program_and_its_file_the_same(tmp_path: Path) -> None:
     model, program, inputs = built("bert")
     quantize_(model := copy.deepcopy(model), "mxint8")
-    found = export(model, dynamic=dict.fromkeys(inputs, whole.TOKENS), **inputs)
-    assert rewrite(found, "mxint8")[1].already_rewritten
-    first, second = files(tmp_path, found, rewrite(program, "mxint8")[0])
+    result = export(model, dynamic=dict.fromkeys(inputs, whole.TOKENS), **inputs)
+    assert rewrite(result, "mxint8")[1].already_rewritten
+    first, second = files(tmp_path, result, rewrite(program, "mxint8")[0])
     assert first == second
 
 
@@ -260,10 +260,10 @@ def test_training_is_that_of_the_program_and_pack_gives_its_bytes(name: str) -> 
 def test_a_layer_of_training_follows_an_autocast_of_te() -> None:
     quantize_(model := linears(), training=True)
     with te.autocast(recipe="ocp"):
-        found = model(X)
+        result = model(X)
     quantize_(other := linears(), "ocp", training=True)
-    assert_same(found, other(X))
-    assert not torch.equal(found, model(X))
+    assert_same(result, other(X))
+    assert not torch.equal(result, model(X))
 
 
 class Mlp(nn.Module):
@@ -365,22 +365,77 @@ def test_tied_weights_stay_tied() -> None:
     assert model.lm_head.weight_mxfp8.data_ptr() == model.model.embed_tokens.weight_mxfp8.data_ptr()
 
 
-class TwoReaders(nn.Module):
-    """A normalization behind a convolution whose result is read before it, too."""
+class OneNorm(nn.Module):
+    """A convolution, and its normalization in a module of its own. What reads them besides is up to `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn = nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32)
+        self.conv, self.inner = nn.Conv2d(32, 32, 1), nn.Sequential(nn.BatchNorm2d(32), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.conv(x))
+
+
+class ReadBetween(OneNorm):
+    def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
-        return y + self.bn(y)
+        return y + self.inner(y)
 
 
-def test_a_normalization_is_folded_only_if_nothing_else_reads_the_convolution() -> None:
-    quantize_(model := randomized(TwoReaders()), "mxint8")
-    assert isinstance(model.bn, nn.BatchNorm2d)
-    assert isinstance(model.conv, Packed)
+class ReadAgain(OneNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.conv(x)) + self.inner(x)
+
+
+class ReadScale(OneNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.conv(x)) + self.inner[0].weight[:, None, None]
+
+
+class ReadLayers(nn.Module):
+    """A Sequential of which another module reads each layer, as in a loss over features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        return first + self.layers[1](first)
+
+
+def hooked() -> nn.Module:
+    model = OneNorm()
+    model.conv.register_forward_hook(lambda module, inputs, result: result * 2)
+    return model
+
+
+NORMS = {"alone": (OneNorm, True), "hook": (hooked, False)}
+NORMS |= {kind.__name__: (kind, False) for kind in (ReadBetween, ReadAgain, ReadScale, ReadLayers)}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_normalization_is_folded_only_if_it_alone_reads_the_convolution(name: str) -> None:
+    build, folds = NORMS[name]
+    model, x = randomized(build()), values(2, 32, 4, 4)
+    expected = model(x)
+    quantize_(model, "mxint8")
+    assert relative_l2(model(x), expected) < 0.02
+    assert any(isinstance(module, nn.BatchNorm2d) for module in model.modules()) is not folds
+    assert any(isinstance(module, Packed) for module in model.modules())
+
+
+def test_the_report_names_folded_normalizations_in_training_mode() -> None:
+    model = randomized(OneNorm())
+    model.inner.train()
+    assert "normalizations in training mode" in " ".join(quantize_(model, "mxint8").notes)
+    assert not quantize_(randomized(OneNorm()), "mxint8").notes
+
+
+@pytest.mark.parametrize("recipe", ["mxint8", "mxint8-weight-only"])
+def test_a_convolution_takes_an_input_without_a_batch(recipe: str) -> None:
+    quantize_(model := nn.Conv2d(32, 32, 3), recipe)
+    assert_same(model(x := values(32, 4, 4)), model(x[None])[0])
 
 
 class Counting(nn.Module):
@@ -416,6 +471,10 @@ def test_an_error_leaves_the_model_as_it_is() -> None:
     network = residual()
     network[1].running_var[5] = torch.nan
     unchanged(network, lambda m: quantize_(m, NETWORK), ContractError, "the normalization behind '0': a factor")
+    large = nn.Sequential(nn.Conv2d(32, 32, 1), residual())
+    large[1][2].conv1.weight.data.fill_(1e30)
+    large[1][2].bn1.weight.data.fill_(1e30)
+    unchanged(large, lambda m: quantize_(m, "mxint8"), ContractError, "behind '1.2.conv1': a factor that makes")
     unused = Recipe(exclude=("layer9",))
     unchanged(linears(), lambda m: quantize_(m, unused), RecipeError, "'layer9' matches none")
     little = nn.Sequential(nn.Linear(8, 8))
@@ -428,6 +487,10 @@ def test_an_error_leaves_the_model_as_it_is() -> None:
     assert quantize_(packed, "mxint8").already_rewritten
     with pytest.raises(ContractError, match=r"model is a str; expected a torch\.nn\.Module"):
         quantize_("model.onnx")  # type: ignore[arg-type]
+    lazy = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
+    with pytest.raises(ContractError, match=r"'1\.weight' has no shape yet; .* call the model once"):
+        quantize_(lazy)
+    assert type(lazy[0]) is nn.Linear
 
 
 def test_weights_with_nan_are_packed_on_request() -> None:
@@ -450,3 +513,18 @@ def test_the_weight_is_dequantized_when_its_values_are_used(monkeypatch: pytest.
     assert_same([weight.T, weight[0], copy.deepcopy(weight)], [plain.T, plain[0], plain])
     assert np.array_equal(np.asarray(weight), plain)
     assert weight.tolist() == plain.tolist()
+
+
+CHANGES: dict[str, Any] = {
+    "in place": lambda weight: weight.add_(1),
+    "in place, by data": lambda weight: weight.data.add_(1),
+    "of data": lambda weight: setattr(weight, "data", torch.zeros(96, 64)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_a_packed_weight_is_an_error(change: str) -> None:
+    """`weight.data += delta` merges an adapter; it was lost."""
+    quantize_(model := linears(), "mxint8")
+    with pytest.raises(ContractError, match="weight: is packed, so a change would be lost"), torch.no_grad():
+        CHANGES[change](model[0].weight)
