@@ -173,7 +173,7 @@ gpu-bench: gpu-library
 	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) benchmarks/gpu_bench.py --out $${OUT:-benchmarks/results}
 
 bench: $(VENV)/.installed
-	@for script in gemm quantize embedding fused attention ort_optimizers ort_leave_one_out whole_models growth scaling torch_linear training te_training distributed op_overhead rewrite_speed many_matmuls cuda_planning sass conformance distributed_8b without_library stock_linears presets session_memory production retrieval batches convolutions ocr; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
+	@for script in gemm quantize embedding fused attention ort_optimizers ort_leave_one_out whole_models growth scaling torch_linear training te_training distributed op_overhead rewrite_speed many_matmuls cuda_planning sass conformance distributed_8b without_library stock_linears presets session_memory production retrieval batches convolutions ocr eager; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 sanitize: $(VENV)/.installed
 	@for sanitizers in 'address;undefined' thread; do \
