@@ -33,7 +33,7 @@ from mxfp8_graph.torch_pass import internals, train
 from mxfp8_graph.torch_pass.operands import rows_of
 from mxfp8_graph.torch_pass.run import stored_tensors
 from mxfp8_ops.checks import scale_count
-from mxfp8_ops.errors import ContractError, Option
+from mxfp8_ops.errors import ContractError, Option, RecipeError
 
 _KEPT_IN_TRAINING = "training quantizes linears only; this stays in high precision"
 
@@ -51,12 +51,13 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
     name = type(model).__name__
     options = replace(options, name=name)
     size, previous = byte_size(model), _record(model)
-    if already_rewritten(previous, chosen, options, what="model"):
-        return build_report(chosen, options, size, already_rewritten=True, bytes_after=size)
-    if previous is not None and previous.packed:
+    again = already_rewritten(previous, chosen, options, what="model")
+    if previous is not None and previous.packed and not again:
         what, advice = f"{previous.node!r} is packed", "load the original, or train adapters beside the packed weights"
         raise ContractError(name, what, expected="a model in high precision", advice=advice)
-    sites, decisions = planned(model, chosen, training=training)
+    sites, decisions = _rest(model, chosen) if again else planned(model, chosen, training=training)
+    if again and (training or not any(decision.quantize for decision in decisions)):
+        return build_report(chosen, options, size, already_rewritten=True, bytes_after=size)
     require_eligible(decisions, name, wanted="module with a weight to pack")
     notes = []
     if chosen.attention_scores or chosen.attention_values:
@@ -118,6 +119,14 @@ def planned(model: nn.Module, recipe: Recipe, *, training: bool = False) -> tupl
     if training:
         train.check(recipe, decisions)
     return sites, decisions
+
+
+def _rest(model: nn.Module, recipe: Recipe) -> tuple[list[ModuleSite], list[Decision]]:
+    """Returns the sites of a model that are not packed yet: an earlier call may have packed a part of it."""
+    try:
+        return planned(model, recipe)
+    except RecipeError:  # a pattern that matches packed modules only
+        return [], []
 
 
 def byte_size(model: nn.Module) -> int:

@@ -359,6 +359,13 @@ def test_an_encoder_of_torch_takes_no_fast_path_in_float() -> None:
     assert relative_l2(fast[~mask], encoder(x, src_key_padding_mask=mask)[~mask]) < 1e-6
 
 
+def test_a_second_call_packs_the_rest() -> None:
+    model = nn.ModuleDict({"encoder": linear(), "decoder": linear()})
+    quantize_(model["encoder"], "mxint8")
+    assert [site.name for site in quantize_(model, "mxint8").rewritten] == ["decoder"]
+    assert quantize_(model, "mxint8").already_rewritten
+
+
 def test_tied_weights_stay_tied() -> None:
     model, *_ = built("llama tied")
     quantize_(model := copy.deepcopy(model), INT8_ALL)
