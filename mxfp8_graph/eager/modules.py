@@ -22,6 +22,7 @@ from mxfp8_graph import provenance, te
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.torch_pass import record
+from mxfp8_graph.torch_pass.convolutions import pads_of
 from mxfp8_ops.errors import ContractError
 
 _OPS: Final = torch.ops.mxfp8
@@ -182,8 +183,7 @@ class PackedLinear(Packed, nn.Linear):  # type: ignore[override]
         elif torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
             # Two ops, which a compiler shares among linears, and from which an export makes an ONNX file.
             rows, row_scales = _QUANTIZE(x, -1, activations, self.scale_rounding)
-            dtype = None if x.dtype is torch.float32 else x.dtype
-            y = _GEMM(rows, row_scales, elements, scales, bias, activations, form, dtype)
+            y = _GEMM(rows, row_scales, elements, scales, bias, activations, form, not_default(x.dtype))
         else:
             # The same bits in one op. Gradients pass through the packed weight, so that adapters train.
             y = _LINEAR_PACKED(x, elements, scales, bias, activations, form, "E4M3", self.scale_rounding)
@@ -226,12 +226,7 @@ class _PackedConv(Packed):
         if self.activations in VALUES:  # the weight alone is packed, and the op is the framework's
             y = conv._conv_forward(x, self.dequantized(), None if bias is None else bias.to(x.dtype))
             return y
-        pads = [*conv.padding] * 2
-        if isinstance(conv.padding, str):
-            sizes = zip(conv.dilation, conv.kernel_size, strict=True)
-            totals = [d * (k - 1) * (conv.padding == "same") for d, k in sizes]
-            # Of an odd total, the last zero is behind x.
-            pads = [total // 2 for total in totals] + [total - total // 2 for total in totals]
+        pads = pads_of(conv.padding, conv.kernel_size, conv.dilation)
         # A single number stands for all, and may be the default.
         window = [[*each][:1] if len({*each}) == 1 else [*each] for each in (conv.stride, pads, conv.dilation)]
         codes, dtype = (self.weight_mxfp8, self.weight_mxfp8_scales), not_default(x.dtype)
@@ -297,7 +292,7 @@ def pack(
     packed: Any = module
     dtype = packed.weight.dtype
     del packed.weight
-    for name in ("quantizers", "fp8_meta"):  # of te.Linear
+    for name in ("quantizers", "fp8_meta"):  # te.Linear has them
         packed.__dict__.pop(name, None)
     packed.__class__ = kind_of(module)
     for name, code in zip(CODES, codes, strict=True):

@@ -35,8 +35,6 @@ from mxfp8_graph.torch_pass.run import stored_tensors
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.errors import ContractError, Option, RecipeError
 
-_KEPT_IN_TRAINING = "training quantizes linears only; this stays in high precision"
-
 
 def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteReport:
     """Packs a model in place; see `mxfp8_graph.quantize_`."""
@@ -55,8 +53,10 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
     if previous is not None and previous.packed and not again:
         what, advice = f"{previous.node!r} is packed", "load the original, or train adapters beside the packed weights"
         raise ContractError(name, what, expected="a model in high precision", advice=advice)
+    if again and training:
+        return build_report(chosen, options, size, already_rewritten=True, bytes_after=size)
     sites, decisions = _rest(model, chosen) if again else planned(model, chosen, training=training)
-    if again and (training or not any(decision.quantize for decision in decisions)):
+    if again and not any(decision.quantize for decision in decisions):
         return build_report(chosen, options, size, already_rewritten=True, bytes_after=size)
     require_eligible(decisions, name, wanted="module with a weight to pack")
     notes = []
@@ -85,7 +85,7 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
         if any(site.norm is not None and site.norm.training for site in to_pack):
             notes.append("normalizations in training mode were folded; now they use their running statistics")
     accounts = account(decisions, size, _stored(model))
-    results: Any = {"sites": reports, "account": accounts, "notes": notes, "bytes_after": byte_size(model)}
+    results: Any = {"sites": reports, "account": accounts, "notes": notes, "bytes_after": accounts.bytes_after}
     return build_report(chosen, options, size, **results)
 
 
@@ -113,7 +113,7 @@ def planned(model: nn.Module, recipe: Recipe, *, training: bool = False) -> tupl
     if training:
         for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
             if decision.quantize and not isinstance(site.module, nn.Linear):
-                reason = _KEPT_IN_TRAINING
+                reason = "training quantizes linears only; this stays in high precision"
                 decisions[index] = replace(decision, kind="unfit", rule="structure", reason=reason)
     decisions = tied(decisions, [_key(site) for site in sites])
     if training:

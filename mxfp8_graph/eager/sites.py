@@ -27,7 +27,7 @@ from mxfp8_graph.policy.roles import Roles
 from mxfp8_graph.torch_pass import convolutions, ops
 from mxfp8_graph.torch_pass.convolutions import Affine
 from mxfp8_graph.torch_pass.operands import Static
-from mxfp8_graph.torch_pass.program import storage_of
+from mxfp8_graph.torch_pass.program import place_of, storage_of
 from mxfp8_ops.checks import dtype_name
 
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -69,7 +69,7 @@ def weight_of(module: nn.Module, name: str = "weight") -> Any:
 
 def identity(weight: torch.Tensor) -> tuple[object, ...]:
     """Returns a key that is equal for two names of one tensor, as long as both live."""
-    return (storage_of(weight) or id(weight), weight.storage_offset(), tuple(weight.shape), weight.stride())
+    return place_of(weight) if storage_of(weight) else (id(weight),)
 
 
 def sites_of(model: nn.Module) -> list[ModuleSite]:
@@ -188,7 +188,7 @@ def _without_values(model: nn.Module) -> nn.Module | None:
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     empty = {id(x): torch.empty_like(x, device="meta") for _, x in tensors}
     parameters = {id(x): nn.Parameter(empty[id(x)], x.requires_grad) for x in model.parameters()}
-    with contextlib.suppress(Exception):  # of any class: the model may hold a lock or a session
+    with contextlib.suppress(Exception):  # the model may hold a lock or a session, which cannot be copied
         return copy.deepcopy(model, {**empty, **parameters})
     return None
 

@@ -71,14 +71,18 @@ def form_of(node: Node) -> Convolution | None:
         return replace(form, blocker="its input has no batch axis; expected [N, C, ...]")
     strides, dilations = (_list(internals.argument(node, name), axes) for name in ("stride", "dilation"))
     padding = internals.argument(node, "padding")
-    if isinstance(padding, str):
-        sizes = w.meta["val"].shape[2:]
-        # torch puts an odd zero behind x.
-        totals = [d * (k - 1) * (padding == "same") for d, k in zip(dilations, sizes, strict=True)]
-        pads = (*(total // 2 for total in totals), *(total - total // 2 for total in totals))
-    else:
-        pads = _list(padding, axes) * 2
+    padding = padding if isinstance(padding, str) else _list(padding, axes)
+    pads = pads_of(padding, w.meta["val"].shape[2:], dilations)
     return replace(form, strides=strides, pads=pads, dilations=dilations)
+
+
+def pads_of(padding: str | Sequence[int], kernel: Sequence[int], dilations: Sequence[int]) -> tuple[int, ...]:
+    """Returns the zeros before each axis, then behind each, for torch's `padding`: a text or a number for each axis."""
+    if not isinstance(padding, str):
+        return (*padding, *padding)
+    totals = [d * (k - 1) * (padding == "same") for d, k in zip(dilations, kernel, strict=True)]
+    # If a total is odd, the end has one zero more.
+    return (*(total // 2 for total in totals), *(total - total // 2 for total in totals))
 
 
 def _list(numbers: Sequence[int], axes: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from mxfp8_graph.packing import Rows
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.torch_pass import internals
 from mxfp8_graph.torch_pass.internals import to_numpy
-from mxfp8_graph.torch_pass.program import Program, storage_of
+from mxfp8_graph.torch_pass.program import Program, place_of, storage_of
 from mxfp8_ops.errors import ContractError
 
 COPIES: Final = internals.op_names("alias detach clone contiguous lift_fresh_copy to _to_copy")
@@ -81,13 +81,10 @@ class Static:
 
 
 def identity(program: Program, static: Static) -> tuple[object, ...]:
-    """Returns a key that is equal for two names of one stored tensor: address, offset, shape, strides, dtype."""
+    """Returns a key that is equal for two names of one stored tensor; see `place_of`."""
     tensor = program.tensor(static.name)
-    start = storage_of(tensor)
     # A tensor without memory (meta, fake, torchao's subclasses) is identified by its name alone.
-    if not start:
-        return (static.name,)
-    return (start, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return place_of(tensor) if storage_of(tensor) else (static.name,)
 
 
 class StaticOperands:

@@ -208,6 +208,11 @@ def clone(module: GraphModule) -> GraphModule:
     return copied
 
 
+def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Returns a key that is equal for two names of one tensor: address, offset, shape, strides, dtype."""
+    return (storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
 def storage_of(tensor: Any) -> int:
     """Returns the address where the memory of a tensor begins; 0 for a tensor without memory of its own."""
     try:

@@ -197,7 +197,7 @@ def test_another_dtype_reaches_results_and_weights(dtype: Any) -> None:
         other(X.to(dtype)), rewrite(linears().to(dtype), "mxint8", example_inputs=(X.to(dtype),))[0](X.to(dtype))
     )
     with torch.autocast("cpu", dtype):
-        assert linears()(X).dtype == model.float()(X).dtype
+        assert linears()[0](X).dtype == model.float()[0](X).dtype == dtype
 
 
 def test_in_inference_mode_the_bits_are_the_same() -> None:
@@ -525,7 +525,7 @@ def test_the_weight_is_dequantized_when_its_values_are_used(monkeypatch: pytest.
 CHANGES: dict[str, Any] = {
     "in place": lambda weight: weight.add_(1),
     "in place, by data": lambda weight: weight.data.add_(1),
-    "of data": lambda weight: setattr(weight, "data", torch.zeros(96, 64)),
+    "by assignment to data": lambda weight: setattr(weight, "data", torch.zeros(96, 64)),
 }
 
 

@@ -121,14 +121,7 @@ def _set(function: Any, of: int, name: Any, value: int, dtype: Any) -> None:
 
 
 def _refused(sizes: tuple[int, int, int], types: tuple[str, str, str], why: str) -> RefusedError:
-    m, n, k = sizes
-    return RefusedError(
-        "cuda",
-        f"cuBLASLt {_cublaslt().get_version()} refuses {types[0]} times {types[1]} -> {types[2]}, M = {m}, N = "
-        f"{n}, K = {k} ({why})",
-        expected="an FP8 product",
-        advice="upgrade nvidia-cublas",
-    )
+    return RefusedError.of(f"cuBLASLt {_cublaslt().get_version()}", types, sizes, why, advice="upgrade nvidia-cublas")
 
 
 @functools.cache

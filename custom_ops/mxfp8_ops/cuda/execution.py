@@ -18,6 +18,15 @@ from mxfp8_ops.errors import BackendError
 class RefusedError(BackendError):
     """A library cannot compute an FP8 product."""
 
+    @classmethod
+    def of(
+        cls, library: str, kinds: tuple[str, str, str], sizes: tuple[int, int, int], why: str, *, advice: str
+    ) -> RefusedError:
+        """Returns the error of a library, such as "torch 2.13", for the dtypes of x, b and y, and for M, N and K."""
+        (x, b, y), (m, n, k) = kinds, sizes
+        what = f"{library} refuses {x} times {b} -> {y}, M = {m}, N = {n}, K = {k} ({why})"
+        return cls("cuda", what, expected="an FP8 product", advice=advice)
+
 
 class Device(Protocol):
     """The properties and products of a device that plans use."""

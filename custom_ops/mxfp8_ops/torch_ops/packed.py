@@ -30,17 +30,24 @@ from mxfp8_ops.torch_ops.operands import Op
 from mxfp8_ops.torch_ops.quantize import quantize_cpu
 
 
-def linear_packed(  # noqa: PLR0917 - the op's schema
-    x: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None = None,
+def _options(
     a_format: str = "e4m3",
     b_format: str = "e4m3",
     fp8_format: str = "E4M3",
     scale_rounding: str = "ceil",
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> tuple[str, str, str, torch.dtype | None]:
+    """Returns the formats of a and b, the rounding and the dtype, from the arguments of `linear_packed` after the bias.
+
+    Raises:
+        ContractError: unknown format of gradients.
+    """
+    if fp8_format not in GRADIENT_FORMATS:
+        raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
+    return a_format, b_format, scale_rounding, dtype
+
+
+def linear_packed(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
     """Returns quantize(x) @ dequantize(b).mT + bias; see the module for the gradients.
 
     x [..., M, K] (or [K]) is float32, float16 or bfloat16, the packed weight uint8 [..., N, K] with scales
@@ -52,28 +59,16 @@ def linear_packed(  # noqa: PLR0917 - the op's schema
         ContractError: unknown format or rounding.
         BackendError: no kernels for the device of `x`.
     """
-    if fp8_format not in GRADIENT_FORMATS:
-        raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
+    a_format, b_format, scale_rounding, dtype = _options(*rest)
     ops = torch.ops.mxfp8
     rows = ops.quantize.default(x, -1, a_format, scale_rounding)
     result: Tensor = ops.gemm.default(*rows, b, b_scales, bias, a_format, b_format, dtype or x.dtype)
     return result
 
 
-def _cpu(  # noqa: PLR0917 - the op's schema
-    x: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None = None,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    fp8_format: str = "E4M3",
-    scale_rounding: str = "ceil",
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def _cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
     """Returns `linear_packed` of CPU tensors: two kernels in one call of the dispatcher."""
-    if fp8_format not in GRADIENT_FORMATS:
-        raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
+    a_format, b_format, scale_rounding, dtype = _options(*rest)
     rows, scales = quantize_cpu(x, -1, a_format, scale_rounding)
     return gemm_cpu(rows, scales, b, b_scales, bias, a_format, b_format, dtype or x.dtype)
 

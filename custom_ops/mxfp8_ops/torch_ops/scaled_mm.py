@@ -47,9 +47,9 @@ class Products:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # they say nothing about the product
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            what = f"torch {torch.__version__} refuses {p.x_kind} times {p.b_kind} -> {p.dtype}, M = {p.m}, N = {p.n}, "
-            what += f"K = {p.k} ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-            raise RefusedError("cuda", what, expected="an FP8 product", advice="upgrade torch") from error
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            kinds, sizes = (p.x_kind, p.b_kind, p.dtype), (p.m, p.n, p.k)
+            raise RefusedError.of(f"torch {torch.__version__}", kinds, sizes, why, advice="upgrade torch") from error
         return self.last.data_ptr()
 
     @staticmethod
