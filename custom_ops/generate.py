@@ -87,7 +87,8 @@ def _code(row: Dtype) -> str:
 def _dtype(row: Dtype) -> str:
     roundings = formats.SCALE_ROUNDINGS if isinstance(row, ElementFormat) else ()
     increments = ", ".join(f"{formats.scale_increment(row, rounding):#x}" for rounding in roundings)
-    return f'{{{_code(row)}, "{row.onnx_name.lower()}", "{row.cuda_name}", {row.bytes}, {{{increments}}}}}'
+    names = f'"{row.onnx_name.lower()}", "{row.cuda_name}"'
+    return f"{{{_code(row)}, {names}, {row.bytes}, {row.cuda_data_type}, {{{increments}}}}}"
 
 
 def _node(op: Op) -> str:

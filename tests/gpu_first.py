@@ -28,7 +28,7 @@ PROBE = """
 echo "LD_LIBRARY_PATH=$LD_LIBRARY_PATH"
 ldconfig -p | grep -E "libcuda.so|libnvrtc|libcublas(Lt)?.so" || echo "ldconfig knows none of CUDA's libraries"
 nvidia-smi || echo "no nvidia-smi"
-{python} -m pip list 2>/dev/null | grep -iE "^(torch|cupy|nvidia-cuda-nvrtc|nvidia-cublas|onnxruntime|nvmath)" || true
+{python} -m pip list 2>/dev/null | grep -iE "^(torch|cupy|nvidia-cuda-nvrtc|nvidia-cublas|onnxruntime)" || true
 """
 """The machine: most of what has failed on the first call depends on it."""
 EVERY_KERNEL = """

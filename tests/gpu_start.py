@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-PACKAGES = "onnxruntime onnxruntime-gpu cupy-cuda13x cupy-cuda12x nvmath-python torch nvidia-cublas nvidia-cuda-nvrtc"
+PACKAGES = "onnxruntime onnxruntime-gpu cupy-cuda13x cupy-cuda12x torch nvidia-cublas nvidia-cuda-nvrtc"
 
 
 def install() -> None:

@@ -101,7 +101,7 @@ class EmulatedDevice:
         # Alive as long as the device: the driver and the native library call them.
         self._callbacks = (
             _EMULATE(self._launched),
-            loader._Loader(loader._GPU(self._gpu), loader._KERNELS(self._kernels)),
+            loader._Loader(loader._GPU(self._gpu), loader._KERNELS(self._kernels), loader._WARN(loader._warn)),
         )
 
     def mmas(self) -> int:
@@ -134,6 +134,7 @@ class EmulatedDevice:
 
     def _gpu(self, index: int, gpu: Any, message: int, size: int) -> int:
         gpu[0].context, gpu[0].processors, gpu[0].capability = 1, self.processors, 90
+        gpu[0].cublaslt = loader.cublaslt()
         return 0
 
     def _kernels(self, _index: int, count: int, kernels: Any, functions: Any, *_: int) -> int:

@@ -19,7 +19,7 @@ from cuda_emulation import source_of
 from grids import looped
 
 from mxfp8_ops import native
-from mxfp8_ops.cuda import build, planner
+from mxfp8_ops.cuda import build, planner, system
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
 
@@ -164,14 +164,15 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize(("driver", "tried"), [((12, 8), ("12",)), ((13, 1), ("13", "12")), (None, ("13", "12"))])
-def test_no_nvrtc_is_newer_than_the_driver(monkeypatch, driver, tried):
+def test_no_library_is_newer_than_the_driver(monkeypatch, driver, tried):
     def version():
         if driver is None:
             raise BackendError("no CUDA driver", expected="one", advice="install it")
         return driver
 
-    monkeypatch.setattr(build.system, "driver_version", version)
-    assert build._versions() == tried
+    monkeypatch.setattr(system, "driver_version", version)
+    monkeypatch.setattr(sys, "path", [])
+    assert system.candidates("libnvrtc", "cuda_nvrtc") == [f"libnvrtc.so.{each}" for each in tried]
 
 
 # --- The cache and the errors ----------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ def test_a_kernel_that_does_not_compile_or_load_and_a_missing_nvrtc_are_errors(m
     monkeypatch.setattr(build.system, "driver_version", lambda: (12, 8))
     with pytest.raises(BackendError, match=r"driver \(CUDA 12\.8\) refuses finish, compiled by NVRTC 13\.0: CUDA_E"):
         cuda_device._load("finish", b"")
-    monkeypatch.setattr(build, "_VERSIONS", ("0",))
+    monkeypatch.setattr(system, "_VERSIONS", ("0",))
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(BackendError, match="pip install nvidia-cuda-nvrtc"):
         build._nvrtc.__wrapped__()

@@ -10,7 +10,6 @@ import pytest
 from cuda_emulation import route, swizzle
 
 from mxfp8_ops import cuda, numpy_nodes
-from mxfp8_ops.cuda import cublaslt as cuda_lt
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.cuda import dispatch, planner
 
@@ -22,7 +21,6 @@ __all__ = ["pytestmark"]
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 needs_blackwell = pytest.mark.skipif(CAPABILITY < (10, 0), reason="needs Blackwell's block-scaled tensor cores")
-needs_nvmath = pytest.mark.skipif(not cuda_lt.available(), reason="needs nvmath-python")
 
 
 # --- swizzle -----------------------------------------------------------------------------------------------------
@@ -55,7 +53,6 @@ def test_block_scaled_products_are_exact(m, n, k, x_format, with_bias, dtype):  
     assert_within(got, y, numpy_nodes.gemm_error_bound(x, w, name(dtype), bias), "block scaled")
 
 
-@needs_nvmath
 @needs_blackwell
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_through_cupy(dtype):
@@ -165,6 +162,6 @@ def test_gradients_are_the_products_of_the_reference():
 
 
 def test_shapes_above_are_what_the_table_sends_there():
-    libraries = planner.CUBLAS | planner.SCALED_MM
+    libraries = planner.CUBLAS | planner.CUBLASLT
     chosen = route(("e4m3", "e4m3"), (300, 256, 4096), capability=CAPABILITY, libraries=libraries)
     assert chosen == ("block_scaled" if CAPABILITY >= (10, 0) else "large")

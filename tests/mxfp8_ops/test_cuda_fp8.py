@@ -1,42 +1,46 @@
-"""Products on FP8 tensor cores without a GPU: what torch's scaled_mm and cuBLASLt are asked for, and the way there.
+"""Products on FP8 tensor cores without a GPU: what cuBLASLt is asked for, and the way there, from every host.
 
-Both libraries are stand-ins that check their arguments and compute in float64. torch's own checks run too, on fake
-tensors that claim to be on a CUDA device.
+cuBLASLt is a stand-in that checks its arguments and computes in float64 (cublaslt_emulation.cpp).
 """
 
 from __future__ import annotations
 
-import ctypes
-import sys
-import types
-from collections.abc import Iterator
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import cublaslt_emulation
 import gpu_start
-import ml_dtypes
 import numpy as np
 import pytest
-from compare import FORMATS, assert_within, heavy_tailed
-from cuda_emulation import matrix
-from cupy_stand_in import array, cupy, sources
+from compare import assert_same, assert_within, heavy_tailed
+from cublaslt_emulation import CublasLt, cublaslt
+from cuda_driver_emulation import Driver, machine
+from cuda_emulation import device, launch, queue, swizzle
+from cupy_stand_in import array, sources
 from grids import looped, pairwise
+from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, own_library
 
-from mxfp8_ops import cuda, numerics, numpy_nodes
-from mxfp8_ops.cuda import cublaslt as cuda_lt
-from mxfp8_ops.cuda import dispatch, execution, planner
+from mxfp8_ops import contract, cpu, cuda, numerics, numpy_nodes
+from mxfp8_ops.cuda import dispatch, loader, planner, system
+from mxfp8_ops.cuda.planner import CODES
 from mxfp8_ops.errors import BackendError
 
 torch = pytest.importorskip("torch")
 
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 import tensors  # noqa: E402
-from scaled_mm_stand_in import emulated, on_a, wide_scales  # noqa: E402
+from torch_stand_in import cupy, emulated, on_a  # noqa: E402
 
-__all__ = ["cupy", "emulated"]
+__all__ = ["cublaslt", "cupy", "emulated"]
 pytestmark = pytest.mark.cuda
 
 DTYPES = tuple(numerics.VALUE_DTYPES)
 M, N, K = 70, 48, 160
+Product = Callable[..., np.ndarray]
+"""(codes of x and w, bias or None, a_format, dtype) -> y."""
 
 
 def operands(x_format: str = "e4m3") -> tuple[list[np.ndarray], np.ndarray]:
@@ -54,205 +58,314 @@ def check(got: np.ndarray, codes: list[np.ndarray], bias: np.ndarray | None, dty
     assert_within(got, y, numpy_nodes.gemm_error_bound(x, w, dtype, bias), "product")
 
 
-# --- torch -----------------------------------------------------------------------------------------------------------
+def by_torch(codes: list[np.ndarray], bias: np.ndarray | None, a_format: str = "e4m3", dtype: str = "float32") -> Any:
+    arrays = [torch.from_numpy(each.copy()) for each in (*codes, *([] if bias is None else [bias]))]
+    return tensors.array(torch_cuda.gemm(*arrays, a_format=a_format, dtype=getattr(torch, dtype)))
 
 
-@looped("dtype, with_bias, x_format", pairwise(dtype=DTYPES, bias=[False, True], x=FORMATS))
-def test_torch_block_scaled_products_on_blackwell(monkeypatch, emulated, dtype, with_bias, x_format):
-    on = on_a(monkeypatch, (10, 0))
+def by_cupy(codes: list[np.ndarray], bias: np.ndarray | None, a_format: str = "e4m3", dtype: str = "float32") -> Any:
+    arrays = [None if each is None else array(each) for each in (*codes, bias)]
+    return np.asarray(cuda.gemm(*arrays, a_format=a_format, dtype=dtype))
+
+
+ARRAYS = pytest.mark.parametrize("product", [by_torch, by_cupy])
+
+
+@pytest.fixture
+def blackwell(monkeypatch, emulated) -> Any:
+    return on_a(monkeypatch, (10, 0))
+
+
+# --- CuPy and torch --------------------------------------------------------------------------------------------------
+
+
+@ARRAYS
+@looped("dtype, with_bias, x_format", pairwise(dtype=DTYPES, bias=[False, True], x=["e4m3", "e5m2"]))
+def test_block_scaled_products_on_blackwell(blackwell, cublaslt, product, dtype, with_bias, x_format):  # noqa: PLR0917
+    cublaslt.library.start()
     codes, bias = operands(x_format)
-    bias = bias if with_bias else None
-    a, a_scales, *rest = (torch.from_numpy(each.copy()) for each in (*codes, *([] if bias is None else [bias])))
-    options = {"a_format": x_format, "dtype": getattr(torch, dtype)}
-    y = torch_cuda.gemm(a.view(2, 35, -1), a_scales.view(2, 35, -1), *rest, **options)
-    direct = bias is None and dtype != "float16"
-    assert sources(on) == ["swizzle_scales", "swizzle_scales", *([] if direct else ["finish"])]
-    assert (y.shape, y.dtype) == ((2, 35, N), options["dtype"])
-    check(tensors.array(y.view(M, N)), codes, bias, dtype, x_format)
+    for _ in range(2):
+        blackwell.launched.clear()
+        y = product(codes, bias if with_bias else None, x_format, dtype)
+        assert sources(blackwell) == ["swizzle_scales", "swizzle_scales", *(["finish"] if with_bias else [])]
+        check(y, codes, bias if with_bias else None, dtype, x_format)
+    kinds = x_format, "e4m3", "float32" if with_bias else dtype
+    assert cublaslt.calls == [((M, N, K), kinds, 0)] * 2
+    assert cublaslt.questions <= 1, "asked once for a shape"
 
 
-def test_torch_batched_and_weight_only_products_are_exact_everywhere(monkeypatch, emulated):
-    on = on_a(monkeypatch, (10, 0))
+def test_products_of_values_and_of_other_shapes_take_no_fp8_cores(blackwell, cublaslt):
     *a, b, b_scales = (torch.from_numpy(each) for each in operands()[0])
     torch_cuda.weight_gemm(torch.ones(M, K, dtype=torch.bfloat16), b, b_scales)
-    torch_cuda.gemm(*a, b[None], b_scales[None])
-    assert "swizzle_scales" not in sources(on)
+    torch_cuda.gemm(*a, b[:40], b_scales[:40])
+    torch_cuda.gemm(*(each[:64] for each in a), b, b_scales)
+    assert (cublaslt.calls, cublaslt.questions) == ([], 0)
 
 
-# --- CuPy ------------------------------------------------------------------------------------------------------------
-
-
-class Names(dict):
-    MAX_WORKSPACE_BYTES = 1
-
-
-class CublasLt(types.ModuleType):
-    """nvmath.bindings.cublasLt on host memory: descriptors as dictionaries, matmul in float64, column-major."""
-
-    cuBLASLtError = RuntimeError  # noqa: N815 - nvmath's name
-    MatmulDescAttribute = types.SimpleNamespace(
-        TRANSA=3, A_SCALE_POINTER=17, B_SCALE_POINTER=18, A_SCALE_MODE=31, B_SCALE_MODE=32
-    )
-    MatmulMatrixScale = types.SimpleNamespace(VEC32_UE8M0=2)
-    MatmulPreferenceAttribute = Names({f"MIN_ALIGNMENT_{c}_BYTES": 5 + i for i, c in enumerate("ABCD")})
-    BYTES = types.MappingProxyType({3: 4, 17: 8, 18: 8, 31: 4, 32: 4})
-    algorithms = 1
-
-    def __init__(self) -> None:
-        super().__init__("nvmath.bindings.cublasLt")
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets every object and call, here and in the caches of the product."""
-        self.objects: list[Any] = [None]
-        self.preferences: dict[int, int] = {}
-        self.calls: list[dict[str, Any]] = []
-        cuda_lt._plan.cache_clear()
-        cuda_lt._handle.cache_clear()
-
-    def make(self, thing: Any) -> int:
-        self.objects.append(thing)
-        return len(self.objects) - 1
-
-    def get_version(self) -> int:
-        return 130100
-
-    def create(self) -> int:
-        return self.make("handle")
-
-    def matmul_desc_create(self, compute: int, scale: int) -> int:
-        assert (compute, scale) == (68, 0)
-        return self.make({})
-
-    def matmul_desc_set_attribute(self, of: int, name: int, buffer: int, size: int) -> None:
-        assert size == self.BYTES[name]
-        self.objects[of][name] = int.from_bytes(ctypes.string_at(buffer, size), "little")
-
-    def matrix_layout_create(self, kind: int, rows: int, columns: int, ld: int) -> int:
-        assert ld == rows
-        return self.make((kind, rows, columns))
-
-    def matmul_preference_create(self) -> int:
-        return self.make("preference")
-
-    def matmul_preference_destroy(self, preference: int) -> None:
-        assert self.objects[preference] == "preference"
-        self.objects[preference] = None
-
-    def matmul_preference_set_attribute(self, of: int, name: int, buffer: int, size: int) -> None:
-        assert size == (8 if name == 1 else 4)
-        self.preferences[name] = int.from_bytes(ctypes.string_at(buffer, size), "little")
-
-    class MatmulHeuristicResult:
-        def __init__(self, count: int) -> None:
-            self.algo, self.workspace_size, self.ptr = np.zeros(64, np.uint8), np.array([1024]), 99
-
-    def matmul_algo_get_heuristic(self, handle, of, a, b, c, d, preference, count, results, returned):  # noqa: PLR0917
-        assert (self.objects[handle], self.objects[preference], c, results) == ("handle", "preference", d, 99)
-        ctypes.c_int32.from_address(returned).value = self.algorithms
-
-    def matmul(self, handle, of, alpha, a, al, b, bl, beta, c, cl, d, dl, algo, workspace, size, stream):  # noqa: PLR0917
-        assert (self.objects[handle], c, cl, size) == ("handle", d, dl, 1024)
-        assert workspace
-        assert (matrix(alpha, np.float32, 1)[0], matrix(beta, np.float32, 1)[0]) == (1, 0)
-        description = self.objects[of]
-        self.calls.append(description)
-        assert description[3] == 1  # a is transposed, b is not
-        (a_type, k, n), (b_type, bk, m), (d_type, dn, dm) = (self.objects[layout] for layout in (al, bl, dl))
-        assert (k, n, m) == (bk, dn, dm)
-        factors = []
-        for address, kind, columns, mode, at in ((a, a_type, n, 31, 17), (b, b_type, m, 32, 18)):
-            assert description[mode] == 2
-            dtype = {28: ml_dtypes.float8_e4m3fn, 29: ml_dtypes.float8_e5m2}[kind]
-            scales = matrix(description[at], np.uint8, -(-columns // 128) * 128 * (-(-k // 128) * 4))
-            factors.append(matrix(address, dtype, columns, k).astype(np.float64) * wide_scales(scales, columns, k))
-        y = (factors[1] @ factors[0].T).astype(np.float32)
-        y = y.astype({0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}[d_type])
-        ctypes.memmove(d, y.ctypes.data, y.nbytes)
-
-
-@pytest.fixture
-def cublaslt(monkeypatch, cupy) -> Iterator[CublasLt]:
-    lt = CublasLt()
-    monkeypatch.setattr(cuda_lt, "_cublaslt", lambda: lt)
-    monkeypatch.setattr(cuda_lt, "available", lambda: True)
-    yield lt
-    lt.forget()
-
-
-@looped("dtype, with_bias, x_format", pairwise(dtype=DTYPES, bias=[False, True], x=FORMATS))
-def test_cupy_block_scaled_products_on_blackwell(monkeypatch, cublaslt, dtype, with_bias, x_format):
-    on = on_a(monkeypatch, (12, 0))
-    cublaslt.forget()
-    codes, bias = operands(x_format)
-    bias = bias if with_bias else None
-    for _ in range(2):
-        on.launched.clear()
-        y = cuda.gemm(*map(array, codes), None if bias is None else array(bias), a_format=x_format, dtype=dtype)
-        assert sources(on) == ["swizzle_scales", "swizzle_scales", *([] if bias is None else ["finish"])]
-        check(np.asarray(y), codes, bias, dtype, x_format)
+def test_a_batch_of_products_takes_them_too(blackwell, cublaslt):
+    codes, _ = operands()
+    y = by_torch([np.stack([each, each]) for each in codes], None)
     assert len(cublaslt.calls) == 2
-    assert sum(isinstance(thing, dict) for thing in cublaslt.objects) == 1  # planned once
-    assert cublaslt.preferences == {1: 32 << 20, 5: 16, 6: 16, 7: 16, 8: 16}
+    for each in y:
+        check(each, codes, None, "float32", "e4m3")
+
+
+def missing(lt: CublasLt, monkeypatch: Any) -> str:
+    monkeypatch.setattr(loader, "cublaslt", lambda: None)
+    return "cuBLASLt is not installed"
+
+
+def no_library(lt: CublasLt, monkeypatch: Any) -> str:
+    Path(lt.path.decode()).with_name("text.so").write_text("text")
+    monkeypatch.setattr(loader, "cublaslt", lambda: lt.path.replace(b"libcublasLt.so.13", b"text.so"))
+    return "text.so: "
+
+
+def another_library(lt: CublasLt, monkeypatch: Any) -> str:
+    monkeypatch.setattr(loader, "cublaslt", lambda: str(own_library("no cuBLASLt")).encode())
+    return "has no cublasLtGetVersion"
+
+
+def refused(lt: CublasLt, monkeypatch: Any) -> str:
+    lt.refuse(cublaslt_emulation.STATUS)
+    return "cuBLASLt 130100: CUBLAS_STATUS_NOT_SUPPORTED"
+
+
+def no_algorithm(lt: CublasLt, monkeypatch: Any) -> str:
+    lt.refuse(cublaslt_emulation.NO_ALGORITHM)
+    return "cuBLASLt 130100: no algorithm"
+
+
+@pytest.fixture(params=[missing, no_library, another_library, refused, no_algorithm])
+def words(request, monkeypatch, fresh, cublaslt) -> str:
+    """Makes the library refuse, and returns its words."""
+    text: str = request.param(cublaslt, monkeypatch)
+    return text
 
 
 @pytest.fixture
-def forgetful(monkeypatch) -> None:
-    monkeypatch.setattr(dispatch, "_refused", set())
-    monkeypatch.setattr(dispatch, "_warned", set())
+def fresh(monkeypatch) -> None:
+    """Gives the device another number: the native library remembers the answers and warnings for a GPU."""
+    monkeypatch.setattr(device(), "index", next(numbers))
 
 
-def test_torch_takes_the_next_row_for_a_product_that_it_refuses(monkeypatch, emulated, forgetful):
-    on = on_a(monkeypatch, (12, 0))
+numbers = iter(range(1, 1000))
+
+
+@ARRAYS
+def test_a_product_that_cublaslt_refuses_takes_the_next_row(blackwell, cublaslt, words, product):
     codes, bias = operands()
-    asked: list[Any] = []
-
-    def refuses(*_args: Any, **_options: Any) -> Any:
-        asked.append(1)
-        raise RuntimeError("Invalid scaling configuration.\nmat_a ...")
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", refuses)
-    arrays = [torch.from_numpy(each.copy()) for each in (*codes, bias)]
-    words = r"refuses e4m3 times e4m3 -> float32, M = 70, N = 48, K = 160 \(Invalid scaling configuration\.\).*next row"
-    with pytest.warns(UserWarning, match=words):
-        y = torch_cuda.gemm(*arrays)
-    check(tensors.array(y), codes, bias, "float32", "e4m3")
-    torch_cuda.gemm(arrays[0][:66], arrays[1][:66], *arrays[2:])  # asks no more
-    assert len(asked) == 1, "asked once for a weight, whatever M is"
-    assert "dequantize" in sources(on)
-    with dispatch.forced_route("block_scaled"), pytest.raises(BackendError, match="Invalid scaling configuration"):
-        torch_cuda.gemm(*arrays[:2], torch.cat([arrays[2]] * 2), torch.cat([arrays[3]] * 2))
-
-
-def test_a_lack_of_memory_is_no_refusal(monkeypatch, emulated, forgetful):
-    on_a(monkeypatch, (10, 0))
-
-    def full(*_args: Any, **_options: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        torch_cuda.gemm(*(torch.from_numpy(each.copy()) for each in operands()[0]))
-
-
-def test_cupy_takes_the_next_row_for_a_product_that_cublaslt_refuses(monkeypatch, cublaslt, forgetful):
-    on_a(monkeypatch, (12, 0))
-    cublaslt.algorithms = 0
-    codes, bias = operands()
-    with pytest.warns(UserWarning, match=r"cuBLASLt 130100 refuses e4m3 times e4m3 -> float32, M = 70, N = 48"):
-        y = cuda.gemm(*map(array, codes), array(bias))
-    check(np.asarray(y), codes, bias, "float32", "e4m3")
+    blackwell.launched.clear()
+    with pytest.warns(UserWarning, match="no product on FP8 tensor cores") as warned:
+        y = product(codes, bias)
+    check(y, codes, bias, "float32", "e4m3")
+    (warning,) = warned
+    assert "float8e4m3fn times float8e4m3fn -> float, M = 70, N = 48, K = 160" in str(warning.message)
+    assert words in str(warning.message)
+    assert "dequantize" in sources(blackwell)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = product([*(each[:66] for each in codes[:2]), *codes[2:]], bias)  # another shape of the same dtypes
+    check(y, [*(each[:66] for each in codes[:2]), *codes[2:]], bias, "float32", "e4m3")
     assert not cublaslt.calls
 
 
-def test_nvmath_that_cannot_be_imported_is_a_refusal(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nvmath.bindings", None)
-    with pytest.raises(execution.RefusedError, match="nvmath-python cannot be imported"):
-        cuda_lt._cublaslt.__wrapped__()
+@pytest.mark.filterwarnings("ignore:.*no product on FP8 tensor cores")
+def test_a_forced_row_that_is_refused_is_an_error(blackwell, cublaslt, fresh):
+    cublaslt.refuse(cublaslt_emulation.STATUS)
+    with dispatch.forced_route("block_scaled"), pytest.raises(BackendError, match="forced route 'block_scaled' to fit"):
+        by_torch(operands()[0], None)
 
 
-def test_the_first_products_on_a_gpu_are_right_by_every_row(monkeypatch, emulated, capsys):
-    on_a(monkeypatch, (10, 0))
+def test_threads_that_multiply_the_first_products_share_one_answer(blackwell, cublaslt, fresh):
+    codes, _ = operands()
+    results: list[np.ndarray] = []
+    threads = [threading.Thread(target=lambda: results.append(by_torch(codes, None))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == len(cublaslt.calls) == 4
+    assert cublaslt.questions == 1
+    for y in results:
+        check(y, codes, None, "float32", "e4m3")
+
+
+# --- ONNX Runtime ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> Any:
+    with machine(monkeypatch) as gpu:
+        monkeypatch.setattr(gpu, "capability", (10, 0))
+        gpu.start(STREAM)
+        monkeypatch.setattr(loader, "_cublas", Cublas().addresses)
+        yield gpu
+
+
+@pytest.fixture
+def provider(gpu, cublaslt) -> Any:
+    provider = CudaProvider(own_library("block scaled"), gpu)
+    loader.give(provider.library)
+    before = gpu.allocations
+    yield provider
+    assert gpu.allocations == before
+
+
+def in_ort(
+    provider: CudaProvider,
+    codes: list[np.ndarray],
+    bias: np.ndarray | None,
+    a_format: str = "e4m3",
+    dtype: str = "float32",
+    **options: Any,
+) -> np.ndarray:
+    inputs = [*codes, *([] if bias is None else [bias])]
+    kinds = [CODES[a_format], contract.UINT8, CODES["e4m3"], contract.UINT8, contract.FLOAT][: len(inputs)]
+    (y,) = provider.run(contract.GEMM, inputs, kinds, output_dtype=CODES[dtype], **options)
+    return y
+
+
+def ran(gpu: Driver) -> list[str]:
+    return [launched.kernel.partition("<")[0] for launched in gpu.launches]
+
+
+@looped("dtype, with_bias, x_format", pairwise(dtype=DTYPES, bias=[False, True], x=["e4m3", "e5m2"]))
+def test_onnx_runtime_multiplies_by_cublaslt(provider, gpu, cublaslt, dtype, with_bias, x_format):  # noqa: PLR0917
+    cublaslt.library.start()
+    codes, bias = operands(x_format)
+    bias = bias if with_bias else None
+    gpu.start(STREAM)
+    check(in_ort(provider, codes, bias, x_format, dtype), codes, bias, dtype, x_format)
+    assert ran(gpu) == ["swizzle_scales", "swizzle_scales", *(["finish"] if with_bias else [])]
+    assert cublaslt.calls == [((M, N, K), (x_format, "e4m3", "float32" if with_bias else dtype), STREAM)]
+
+
+def test_the_scales_of_a_constant_weight_are_swizzled_once(provider, gpu, cublaslt):
+    codes, _ = operands()
+    at_creation: list[Any] = []
+
+    def created() -> None:
+        at_creation[:] = gpu.launches
+        layout = gpu.read(at_creation[0].parameters[1], planner.swizzled_bytes(N, K))
+        assert_same(np.frombuffer(layout, np.uint8), swizzle(codes[3]), "layout")
+        gpu.start(STREAM)
+
+    provider.created = created
+    gpu.start(LEGACY_STREAM)
+    y = in_ort(provider, codes, None, constants=frozenset({2, 3}))
+    check(y, codes, None, "float32", "e4m3")
+    assert [launched.kernel for launched in at_creation] == ["swizzle_scales"]
+    assert ran(gpu) == ["swizzle_scales"]  # of x
+
+
+@pytest.mark.parametrize("change", ["capability", "columns", "k", "format of b", "values of x"])
+def test_other_weights_keep_no_scales(provider, gpu, monkeypatch, change):
+    codes, _ = operands()
+    if change == "capability":
+        monkeypatch.setattr(gpu, "capability", (9, 0))
+    if change == "columns":
+        codes = [*codes[:2], codes[2][:40], codes[3][:40]]
+    if change == "k":
+        codes = [each[:, : 150 if i % 2 == 0 else 5] for i, each in enumerate(codes)]
+    kinds = [CODES["e4m3"], contract.UINT8, CODES["e5m2" if change == "format of b" else "e4m3"], contract.UINT8]
+    op, constants = contract.GEMM, frozenset({2, 3})
+    if change == "values of x":
+        op, codes, kinds, constants = contract.WEIGHT_GEMM, [heavy_tailed((M, K)), *codes[2:]], [1, *kinds[2:]], {1, 2}
+    made: list[str] = []
+    provider.created = lambda: made.extend(ran(gpu)) or gpu.start(STREAM)
+    gpu.start(LEGACY_STREAM)
+    provider.run(op, codes, kinds, constants=frozenset(constants), output_dtype=1)
+    assert made == []
+    assert "swizzle_scales" not in ran(gpu)
+    assert change != "capability" or "swizzle_scales" not in gpu.loaded
+
+
+def test_weights_in_bfloat16_and_scales_are_kept_together(gpu, cublaslt):
+    """Rows that cuBLASLt refuses still have the weight in bfloat16."""
+    provider = CudaProvider(own_library("both kept"), gpu, keep_wide=True)
+    loader.give(provider.library)
+    codes, _ = operands()
+    made: list[str] = []
+    provider.created = lambda: made.extend(ran(gpu)) or gpu.start(STREAM)
+    for refusal in (0, cublaslt_emulation.STATUS):
+        cublaslt.library.start()
+        cublaslt.refuse(refusal)
+        made.clear()
+        gpu.start(LEGACY_STREAM)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            rows = [each[: M - refusal] for each in codes[:2]]  # another shape: the library is asked again
+            y = in_ort(provider, [*rows, *codes[2:]], None, constants=frozenset({2, 3}))
+        check(y, [*rows, *codes[2:]], None, "float32", "e4m3")
+        assert made == ["dequantize", "swizzle_scales"]
+        assert ran(gpu) == (["dequantize", "gemm_float32", "gemm_float32"] if refusal else ["swizzle_scales"])
+        assert len(warned) == (1 if refusal else 0)
+
+
+def test_onnx_runtime_takes_the_next_row(gpu, words):
+    provider = CudaProvider(own_library(f"refuses: {words.rstrip(': ')}"), gpu)  # it has no answers yet
+    loader.give(provider.library)
+    codes, bias = operands()
+    gpu.start(STREAM)
+    with pytest.warns(UserWarning, match="no product on FP8 tensor cores") as warned:
+        y = in_ort(provider, codes, bias)
+    check(y, codes, bias, "float32", "e4m3")
+    (warning,) = warned
+    assert str(warning.message).startswith("MXFP8Gemm 'the node': no product on FP8 tensor cores: float8e4m3fn times")
+    assert words in str(warning.message)
+    assert ran(gpu) == ["dequantize", "dequantize", "finish", "gemm_float32"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(in_ort(provider, codes, bias), codes, bias, "float32", "e4m3")
+
+
+# --- the profile, the layout, the library ----------------------------------------------------------------------------
+
+
+def test_a_profile_has_the_row_that_a_product_took(blackwell, cublaslt):
+    codes, bias = operands()
+    with cpu.profiled() as written:
+        by_torch(codes, bias)
+        by_torch([*(each[:3] for each in codes[:2]), *codes[2:]], bias)
+        torch_cuda.quantize(torch.ones(3, 32))
+        calls = written.calls()
+    assert [(call.isa, call.gemms) for call in calls] == [
+        ("cuda", ("block_scaled",)),
+        ("cuda", ("skinny",)),
+        ("cuda", ()),
+    ]
+
+
+def test_the_layout_of_scales_is_that_of_torchao():
+    to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
+    for shape in ((1, 1), (130, 5), (70, 8), (256, 12)):
+        scales = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        layout = np.zeros(planner.swizzled_bytes(shape[0], 32 * shape[1]), np.uint8)
+        queue()  # the device that `launch` uses
+        launch("swizzle_scales", -(-layout.size // 4096), scales.ctypes.data, layout.ctypes.data, *shape)
+        assert_same(layout, to_blocked(torch.from_numpy(scales)).numpy().reshape(-1), f"layout of {shape}")
+
+
+def test_cublaslt_is_the_loaded_one_or_the_newest(monkeypatch, cublaslt, tmp_path):
+    copies = [tmp_path / f"libcublasLt.so.{version}" for version in (14, 12)]
+    for copy in copies:
+        copy.write_bytes(Path(cublaslt.path.decode()).read_bytes())
+    paths = [str(tmp_path / "absent.so"), *map(str, copies)]
+    monkeypatch.setattr(system, "candidates", lambda *_: paths)
+    assert FIND() == paths[1].encode()
+    monkeypatch.setattr(system, "candidates", lambda *_: [paths[0], str(tmp_path / "text"), cublaslt.path.decode()])
+    assert FIND() == cublaslt.path
+    monkeypatch.setattr(system, "candidates", lambda *_: [paths[2], paths[1]])
+    assert FIND() == paths[1].encode(), "the loaded one, though the other comes first"
+    monkeypatch.setattr(system, "candidates", lambda *_: paths[:1])
+    assert FIND() is None
+
+
+FIND = loader.cublaslt.__wrapped__
+
+
+def test_the_first_products_on_a_gpu_are_right_by_every_row(blackwell, cublaslt, capsys):
     gpu_start.products("cpu")
     printed = capsys.readouterr().out
     assert printed.count("relative L2 difference from float64") == len(planner.routes()), printed

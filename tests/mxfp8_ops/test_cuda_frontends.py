@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
-from cuda_emulation import FORMATS, EmulatedDevice, device, queue
-from cupy_stand_in import array, cupy, sources, stand_in
+from cuda_emulation import FORMATS
+from cupy_stand_in import array, sources, stand_in
 from grids import looped, pairwise
 
 from mxfp8_ops import cuda, numerics, numpy_nodes
@@ -24,20 +24,12 @@ torch = pytest.importorskip("torch")
 torch_training = pytest.importorskip("mxfp8_ops.torch_ops.training")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 import tensors  # noqa: E402
+from torch_stand_in import cupy, emulated  # noqa: E402
 
-__all__ = ["cupy"]
+__all__ = ["cupy", "emulated"]
 pytestmark = pytest.mark.cuda
 
 DTYPES = tuple(numerics.VALUE_DTYPES)
-
-
-@pytest.fixture
-def emulated(monkeypatch, cupy) -> EmulatedDevice:
-    monkeypatch.setattr(torch_cuda, "_queue", lambda x: queue())
-    torch_cuda.forget_kept()
-    device().launched.clear()
-    yield device()
-    torch_cuda.forget_kept()
 
 
 def tensor(x: np.ndarray) -> Any:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from cuda_emulation import device
-from cupy_stand_in import cupy, sources
+from cupy_stand_in import sources
 
 torch = pytest.importorskip("torch")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
-from scaled_mm_stand_in import emulated, on_a  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch_stand_in import cupy, emulated, on_a  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZE = (70, 48, 96)

@@ -29,8 +29,6 @@ does, because the error bounds count roundings."""
 TARGETS: Final = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 """The targets for which the tests compile. `target` derives any other from the compute capability."""
 
-_VERSIONS: Final = ("13", "12")
-
 
 @dataclass(frozen=True)
 class Cubin:
@@ -179,7 +177,7 @@ def _nvrtc() -> Any:
     """Returns NVRTC, from the pip packages if they are installed, otherwise from the system's loader."""
     # The pip packages come first: they belong to this environment, and the system's toolkit may be older.
     tried = []
-    for path in _candidates():
+    for path in system.candidates("libnvrtc", "cuda_nvrtc"):
         try:
             _load_builtins(path)
             library = ctypes.CDLL(path)
@@ -206,28 +204,6 @@ def _load_builtins(nvrtc: str) -> None:
     if Path(nvrtc).is_absolute():
         for path in sorted(Path(nvrtc).parent.glob("libnvrtc-builtins.so.*")):
             ctypes.CDLL(str(path))
-
-
-def _versions() -> tuple[str, ...]:
-    """Returns the major versions of CUDA whose NVRTC this machine can use, newest first."""
-    try:
-        newest, _ = system.driver_version()
-    except BackendError:  # a machine that only compiles
-        return _VERSIONS
-    # A driver refuses cubins of a newer major version, because it cannot read their ELF format.
-    return tuple(version for version in _VERSIONS if int(version) <= newest)
-
-
-def _candidates() -> list[str]:
-    paths = []
-    for version in _versions():
-        name = f"libnvrtc.so.{version}"
-        for entry_ in map(Path, sys.path):
-            for folder in (f"nvidia/cu{version}/lib", "nvidia/cuda_nvrtc/lib"):
-                if (entry_ / folder / name).is_file():
-                    paths.append(str(entry_ / folder / name))
-        paths.append(name)
-    return paths
 
 
 def _check(nvrtc: Any, status: int) -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mxfp8_ops import checks, contract, formats, numerics, op_options
-from mxfp8_ops.cuda import cublaslt, device, dispatch, execution, loader, planner
-from mxfp8_ops.cuda.execution import Queue, RefusedError
+from mxfp8_ops.cuda import device, dispatch, execution, loader, planner
+from mxfp8_ops.cuda.execution import Queue
 from mxfp8_ops.cuda.planner import CODES, Gemm
 from mxfp8_ops.nodes.embedding import embedding_shape
 from mxfp8_ops.nodes.gemm import product_shape
@@ -113,7 +113,6 @@ def _gemm(
     a: tuple[Any, ...], b: tuple[Any, Any], bias: Any | None, kinds: tuple[str, str, str], activation_dtype: int = 0
 ) -> Any:
     a_kind, b_format, dtype = kinds
-    arguments = a, b, bias, kinds, activation_dtype
     formats.element_format(b_format)
     shape = product_shape("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
     for operand in (a, b):
@@ -127,10 +126,8 @@ def _gemm(
     b = cupy.ascontiguousarray(b[0]), cupy.ascontiguousarray(b[1])
     bias = None if bias is None else cupy.ascontiguousarray(bias, np.float32)
     n, k = b[0].shape[-2:]
-    # cuBLASLt multiplies FP8 by FP8 only, so it is no choice for an x that is not quantized.
-    libraries = planner.CUBLAS | (planner.CUBLASLT if len(a) == 2 and cublaslt.available() else 0)
     codes = CODES[a_kind], CODES[b_format], CODES[dtype]
-    place = dispatch.place(queue.device, dispatch.allowed(libraries, queue.device, (*codes, n, k)))
+    place = dispatch.place(queue.device, planner.CUBLAS | planner.CUBLASLT)
     bias_at = 0 if bias is None else bias.data.ptr
 
     # With one weight for all rows, the leading dimensions of a are more rows of one product: b is decoded once.
@@ -141,12 +138,7 @@ def _gemm(
     for i in np.ndindex(leading if y.size else (0,)):
         operands = a[0][i].data.ptr, a[1][i].data.ptr if len(a) == 2 else 0, b[0][i].data.ptr, b[1][i].data.ptr
         product = Gemm(*codes, *operands, bias_at, y[i].data.ptr, m, n, k, activation_dtype=activation_dtype)
-        plan = planner.gemm(place, product, queue.packed)
-        try:
-            execution.run(plan, queue, lambda p, _: cublaslt.product(queue, cupy.cuda.runtime.getDevice(), p))
-        except RefusedError as error:
-            dispatch.remember(error, queue.device, (*codes, n, k))
-            return _gemm(*arguments)
+        execution.run(planner.gemm(place, product, queue.packed), queue)
     return result
 
 

@@ -1,19 +1,14 @@
-"""What changes the row of the dispatch table (`planner.routes`): a forced row, and a library that refuses a product.
-
-A library may lack a product that its row names, on some architecture or in some version. It is asked at the first
-product of a shape; then the shape takes the next row.
-"""
+"""What changes the row of the dispatch table (`planner.routes`) for tests and measurements: a forced row or cut."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator
 from typing import Final
 
 from mxfp8_ops.cuda import planner
-from mxfp8_ops.cuda.execution import Device, RefusedError
+from mxfp8_ops.cuda.execution import Device
 from mxfp8_ops.cuda.planner import Place
 from mxfp8_ops.errors import BackendError
 
@@ -33,33 +28,6 @@ def place(gpu: Device, libraries: int) -> Place:
 def _place(capability: tuple[int, int], processors: int, libraries: int) -> Place:
     major, minor = capability
     return Place(10 * major + minor, processors, libraries)
-
-
-_FP8: Final = planner.CUBLASLT | planner.SCALED_MM
-_refused: Final[set[tuple[int, ...]]] = set()
-"""(device, codes of x, b and y, N, K) of the products that a library refused; without M, which varies between calls."""
-_warned: Final[set[tuple[int, ...]]] = set()
-
-
-def allowed(libraries: int, gpu: Device, product: tuple[int, ...]) -> int:
-    """Returns the libraries without those that refused this product: the codes of x, b and y, N, K."""
-    # Usually none has refused any.
-    return libraries & ~_FP8 if _refused and (gpu.index, *product) in _refused else libraries
-
-
-def remember(error: RefusedError, gpu: Device, product: tuple[int, ...]) -> None:
-    """Keeps in mind that a library refused a product, and warns once for each device and codes.
-
-    Raises:
-        RefusedError: the row is forced, so there is no other.
-    """
-    key = (gpu.index, *product)
-    if any("forced" in fields for fields in _chosen):
-        raise error
-    _refused.add(key)
-    if key[:4] not in _warned:
-        _warned.add(key[:4])
-        warnings.warn(f"{error}. Such products take the next row of the dispatch table", stacklevel=4)
 
 
 @contextlib.contextmanager

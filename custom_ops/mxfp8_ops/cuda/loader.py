@@ -11,13 +11,14 @@ import ctypes
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_ops import c_abi, native
-from mxfp8_ops.cuda import build, device
+from mxfp8_ops.cuda import build, device, system
 from mxfp8_ops.cuda.system import DRIVER
 from mxfp8_ops.errors import BackendError
 
@@ -25,24 +26,26 @@ _CUBLAS: Final = ("cublasGemmEx", "cublasGetMathMode", "cublasSetMathMode")
 
 
 class _Gpu(Structure):
-    """The C struct `mxfp8_cuda_gpu`; its last fields are the functions of `_CUBLAS`."""
+    """The C struct `mxfp8_cuda_gpu`, with the functions of `_CUBLAS`."""
 
     _fields_ = (
         ("context", c_void_p),
         ("processors", c_int),
         ("capability", c_int),
         *((name, c_void_p) for name in _CUBLAS),
+        ("cublaslt", c_char_p),
     )
 
 
 _GPU = CFUNCTYPE(c_int, c_int, POINTER(_Gpu), c_void_p, c_size_t)
 _KERNELS = CFUNCTYPE(c_int, c_int, c_int, POINTER(c_char_p), POINTER(c_void_p), c_void_p, c_size_t)
+_WARN = CFUNCTYPE(None, c_char_p)
 
 
 class _Loader(Structure):
     """The C struct `mxfp8_cuda_loader`."""
 
-    _fields_ = (("gpu", _GPU), ("kernels", _KERNELS))
+    _fields_ = (("gpu", _GPU), ("kernels", _KERNELS), ("warn", _WARN))
 
 
 @functools.cache
@@ -93,6 +96,7 @@ def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
             gpu[0].capability = 10 * gpu_device.capability[0] + gpu_device.capability[1]
         for name, function in _cublas().items():
             setattr(gpu[0], name, function)
+        gpu[0].cublaslt = cublaslt()
 
     return _answer(fill, message, size)
 
@@ -106,8 +110,27 @@ def _kernels(index: int, count: int, kernels: Any, functions: Any, *message: int
     return _answer(fill, *message)
 
 
-_LOADER: Final = _Loader(_GPU(_gpu), _KERNELS(_kernels))
+def _warn(message: bytes) -> None:
+    warnings.warn(message.decode(errors="replace"), stacklevel=2)
+
+
+_LOADER: Final = _Loader(_GPU(_gpu), _KERNELS(_kernels), _WARN(_warn))
 """A global, because the library calls it for the life of the process."""
+
+
+@functools.cache
+def cublaslt() -> bytes | None:
+    """Returns the file of cuBLASLt, or None: the one that this process has loaded, otherwise the newest.
+
+    The native library keeps the address of the result: hence the cache.
+    """
+    candidates = system.candidates("libcublasLt", "cublas")
+    for mode in (os.RTLD_NOLOAD | os.RTLD_LAZY, os.RTLD_LAZY) if sys.platform == "linux" else ():
+        for path in candidates:
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(path, mode=mode)
+                return path.encode()
+    return None
 
 
 def _cublas() -> dict[str, int]:

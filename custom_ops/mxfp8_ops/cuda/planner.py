@@ -2,7 +2,7 @@
 
 CuPy, PyTorch and ONNX Runtime use this planner, so that a product runs on the same kernels everywhere. A plan has
 addresses and sizes. If you pass a queue, the call also launches the steps, unless they need scratch memory or a product
-of another library; `execution.run` does the rest. Without a queue no function needs a GPU.
+of cuBLAS; `execution.run` does the rest. Without a queue no function needs a GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ CODES: Final = {name: row.onnx_dtype for name, row in formats.DTYPES.items()}
 
 NAMES: Final = {code: name for name, code in CODES.items()}
 
-CUBLAS, CUBLASLT, SCALED_MM = 1, 2, 4
-"""Values of `Place.libraries`: MXFP8_CUBLAS and the next two constants in mxfp8_cuda_plan.h."""
+CUBLAS, CUBLASLT = 1, 2
+"""Values of `Place.libraries`: MXFP8_CUBLAS and MXFP8_CUBLASLT in mxfp8_cuda_plan.h."""
 
 LAUNCH, CLEAR, MATMUL, BLOCK_SCALED = range(4)
 """Values of `Step.what`: MXFP8_LAUNCH and the next three constants."""
@@ -42,8 +42,8 @@ Place = namedtuple(
 )
 Gemm = namedtuple(
     "Gemm",
-    "x_kind b_kind y_dtype x x_scales b b_scales bias y m n k wide wide_inexact activation_dtype",
-    defaults=(0, 0, 0),
+    "x_kind b_kind y_dtype x x_scales b b_scales bias y m n k wide wide_inexact activation_dtype b_swizzled",
+    defaults=(0, 0, 0, 0),
 )
 Quantize = namedtuple(
     "Quantize",
@@ -52,11 +52,11 @@ Quantize = namedtuple(
 )
 Dequantize = namedtuple("Dequantize", "format y_dtype elements scales outer k inner y inexact", defaults=(0,))
 Embedding = namedtuple("Embedding", "index_dtype b_format y_dtype indices b b_scales count v d y")
-Step = namedtuple("Step", "what kernel grid block in_scratch in_result arguments")
+Step = namedtuple("Step", "what kernel grid block in_scratch arguments")
 
 _PLACE, _GEMM = (struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm))
-_QUEUE: Final = struct.Struct("4q")  # mxfp8_cuda_queue
-_STEP: Final = struct.Struct("5i2I14q")  # mxfp8_cuda_step; the first `count` of the 14 arguments are valid
+_QUEUE: Final = struct.Struct("3q")  # mxfp8_cuda_queue
+_STEP: Final = struct.Struct("5iI14q")  # mxfp8_cuda_step; the first `count` of the 14 arguments are valid
 
 
 class Plan(Structure):
@@ -76,17 +76,12 @@ class Plan(Structure):
         *((name, c_int64) for name in ("count", "scratch_bytes", "route", "done", "_number")),
     )
 
-    @property
-    def makes_its_result(self) -> bool:
-        """Whether the library of the product allocates y (`SCALED_MM`) and leaves the y of the request as it is."""
-        return any(step.what == BLOCK_SCALED and step.in_result for step in self.steps()[-1:])
-
     def steps(self) -> list[Step]:
         """Returns the steps; call it before the thread makes another plan."""
         packed = self._steps[: self.count * _STEP.size] if self.count else b""
         return [
-            Step(what, kernel, grid, block, in_scratch, in_result, tuple(arguments[:count]))
-            for what, kernel, grid, block, count, in_scratch, in_result, *arguments in _STEP.iter_unpack(packed)
+            Step(what, kernel, grid, block, in_scratch, tuple(arguments[:count]))
+            for what, kernel, grid, block, count, in_scratch, *arguments in _STEP.iter_unpack(packed)
         ]
 
 
@@ -109,7 +104,8 @@ def gemm(place: Place, product: tuple[int, ...], queue: bytes | None = None) -> 
     Args:
         place: the device.
         product: the fields of a `Gemm`.
-        queue: a result of `queue`, or None to launch nothing.
+        queue: a result of `queue`, or None to launch nothing. With it, cuBLASLt is asked whether it can do a product
+            that would go to it; if not, the product takes the next row of the dispatch table.
 
     Raises:
         BackendError: the device is too old, the forced row of the dispatch table cannot do the product, or a launch
@@ -135,7 +131,7 @@ def plan(request: tuple[int, ...], queue: bytes | None = None) -> Plan:
 
 
 def proceed(plan: Plan, queue: bytes) -> Step | None:
-    """Queues the steps after `plan.done`, up to a product of another library; returns it, or None at the end.
+    """Queues the steps after `plan.done`, up to a product of cuBLAS; returns it, or None at the end.
 
     Raises:
         BackendError: a launch fails, or the GPU does not exist.
@@ -144,9 +140,9 @@ def proceed(plan: Plan, queue: bytes) -> Step | None:
     return plan.steps()[plan.done] if plan.done < plan.count else None
 
 
-def queue(gpu: int, stream: int, scratch: int = 0, result: int = 0) -> bytes:
+def queue(gpu: int, stream: int, scratch: int = 0) -> bytes:
     """Returns a queue for the functions above; `mxfp8_cuda_queue` documents the fields."""
-    return _QUEUE.pack(gpu, stream, scratch, result)
+    return _QUEUE.pack(gpu, stream, scratch)
 
 
 def swizzled_bytes(rows: int, k: int) -> int:

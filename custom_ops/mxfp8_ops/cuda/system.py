@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_ops.errors import BackendError
@@ -13,6 +15,9 @@ DRIVER: Final = "libcuda.so.1"
 
 INSTALL: Final = "pip install 'mxfp8-graph[cuda13]' (CUDA 12: [cuda12])"
 """Advice if a package for GPUs is missing."""
+
+_VERSIONS: Final = ("13", "12")
+"""Major versions of CUDA."""
 
 _MAJOR, _MINOR, _PROCESSORS = 75, 76, 16
 """Values of CUdevice_attribute."""
@@ -58,6 +63,31 @@ def gpus() -> list[Gpu]:
     _check(status)
     _check(driver.cuDeviceGetCount(ctypes.byref(count)))
     return [_gpu(driver, index) for index in range(count.value)]
+
+
+def candidates(library: str, package: str) -> list[str]:
+    """Returns where a library of CUDA may be, for every major version that this machine can use, newest first.
+
+    Each version's pip packages come first: they belong to this environment, and the system's toolkit may be older.
+
+    Args:
+        library: file name without ".so": "libnvrtc".
+        package: folder of its pip package for CUDA 12: "cuda_nvrtc".
+    """
+    try:
+        newest, _ = driver_version()
+    except BackendError:  # a machine that only compiles
+        newest = int(_VERSIONS[0])
+    paths = []
+    # A driver refuses code for a newer major version, because it cannot read its format.
+    for version in (each for each in _VERSIONS if int(each) <= newest):
+        name = f"{library}.so.{version}"
+        for entry in map(Path, sys.path):
+            for folder in (f"nvidia/cu{version}/lib", f"nvidia/{package}/lib"):
+                if (entry / folder / name).is_file():
+                    paths.append(str(entry / folder / name))
+        paths.append(name)
+    return paths
 
 
 def _gpu(driver: Any, index: int) -> Gpu:

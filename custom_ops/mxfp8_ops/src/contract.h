@@ -12,6 +12,7 @@ struct Dtype {
   const char* name;  // in ONNX
   const char* cuda;  // in codec.cuh
   int bytes;
+  int cuda_type;           // cudaDataType
   uint32_t increments[4];  // for elements, formats.scale_increment of each rounding
 };
 
@@ -87,18 +88,18 @@ inline constexpr const char* kEpilogues[] = {
     "silu",
 };
 inline constexpr Dtype kValueDtypes[] = {
-    {MXFP8_FLOAT32, "float", "F32", 4, {}},
-    {MXFP8_FLOAT16, "float16", "F16", 2, {}},
-    {MXFP8_BFLOAT16, "bfloat16", "BF16", 2, {}},
+    {MXFP8_FLOAT32, "float", "F32", 4, 0, {}},
+    {MXFP8_FLOAT16, "float16", "F16", 2, 2, {}},
+    {MXFP8_BFLOAT16, "bfloat16", "BF16", 2, 14, {}},
 };
 inline constexpr Dtype kElementFormats[] = {
-    {MXFP8_E4M3, "float8e4m3fn", "E4M3", 1, {0x1fffff, 0x0, 0x80000}},
-    {MXFP8_E5M2, "float8e5m2", "E5M2", 1, {0x1fffff, 0x0, 0x100000}},
-    {MXFP8_INT8, "int8", "INT8", 1, {0x1ffff, 0x0, 0x10000}},
+    {MXFP8_E4M3, "float8e4m3fn", "E4M3", 1, 28, {0x1fffff, 0x0, 0x80000}},
+    {MXFP8_E5M2, "float8e5m2", "E5M2", 1, 29, {0x1fffff, 0x0, 0x100000}},
+    {MXFP8_INT8, "int8", "INT8", 1, 3, {0x1ffff, 0x0, 0x10000}},
 };
 inline constexpr Dtype kActivationDtypes[] = {
-    {MXFP8_FLOAT32, "float", "F32", 4, {}},
-    {MXFP8_BFLOAT16, "bfloat16", "BF16", 2, {}},
+    {MXFP8_FLOAT32, "float", "F32", 4, 0, {}},
+    {MXFP8_BFLOAT16, "bfloat16", "BF16", 2, 14, {}},
 };
 inline constexpr Node kNodes[] = {
     {"MXFP8Quantize", {{"X", {1, 10, 16}, false}},

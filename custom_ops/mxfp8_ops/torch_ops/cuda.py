@@ -21,9 +21,8 @@ from torch import Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape, split_at
 from mxfp8_ops.cuda import device, dispatch, execution, loader, planner
-from mxfp8_ops.cuda.execution import Queue, RefusedError, WideWeight
+from mxfp8_ops.cuda.execution import Queue, WideWeight
 from mxfp8_ops.errors import ShapeError
-from mxfp8_ops.torch_ops import scaled_mm
 from mxfp8_ops.torch_ops.conv import composed
 from mxfp8_ops.torch_ops.embedding import check_embedding, picked
 from mxfp8_ops.torch_ops.gemm import gemm_options, gemm_shape, weight_gemm_options
@@ -176,25 +175,12 @@ def _gemm(
     kept = _find(b, b_code) if _kept and matrix else None
     wide = kept.wide[:2] if kept else (0, 0)
     queue = _queue(elements)
-    libraries = planner.CUBLAS | (planner.SCALED_MM if quantized and matrix else 0)
-    place = dispatch.place(queue.device, dispatch.allowed(libraries, queue.device, (*codes, n, k)))
+    place = dispatch.place(queue.device, planner.CUBLAS | planner.CUBLASLT)
     # Without scales of a, any address takes their place.
     for m, x, x_scales, w, w_scales, to in products(y, a[0], a[-1], *b):
         operands = x, x_scales if quantized else 0, w, w_scales, bias_at, to
         # The fields of a Gemm: to make one takes longer than to plan.
-        plan = planner.gemm(place, (*codes, *operands, m, n, k, *wide, activation_code), queue.packed)
-        if plan.done == plan.count:
-            continue
-        fp8 = scaled_mm.Products((a[0], b[0]))
-        if plan.makes_its_result:
-            del y  # frees it, for the memory of the result
-        try:
-            execution.run(plan, queue, fp8)
-        except RefusedError as error:
-            dispatch.remember(error, queue.device, (*codes, n, k))
-            return _gemm(a, b, bias, shape, options)
-        if plan.makes_its_result:
-            return fp8.last.view(shape)
+        execution.run(planner.gemm(place, (*codes, *operands, m, n, k, *wide, activation_code, 0), queue.packed), queue)
     return y
 
 

@@ -49,11 +49,12 @@ ProfiledCall::ProfiledCall(const char* where) noexcept
 ProfiledCall::~ProfiledCall() {
   if (!on_) return;
   current = nullptr;
-  if (where_ == nullptr && kernels_ == nullptr) return;  // it computed nothing, or failed first
+  if (where_ == nullptr && kernels_ == nullptr && route_ == nullptr) return;  // it computed nothing, or failed first
   const auto nanoseconds = std::chrono::nanoseconds(std::chrono::steady_clock::now() - start_).count();
   try {
-    std::string line = std::to_string(nanoseconds) + '\t' + (kernels_ == nullptr ? "" : kernels_->isa) + '\t';
-    if (kernels_ != nullptr) line += names_of(*kernels_, gemms_.load());
+    const char* where_it_ran = kernels_ != nullptr ? kernels_->isa : route_ != nullptr ? "cuda" : "";
+    std::string line = std::to_string(nanoseconds) + '\t' + where_it_ran + '\t';
+    line += kernels_ != nullptr ? names_of(*kernels_, gemms_.load()) : route_ != nullptr ? route_ : "";
     line += '\t' + escaped(where_ == nullptr ? "" : where_) + '\n';
     const std::lock_guard<std::mutex> lock(mutex);
     if (written.size() + line.size() <= kMostBytesWritten) written += line;
@@ -63,6 +64,10 @@ ProfiledCall::~ProfiledCall() {
 
 void runs_on(const Kernels& kernels) noexcept {
   if (current != nullptr) current->kernels_ = &kernels;
+}
+
+void ran_on_gpu(const char* route) noexcept {
+  if (current != nullptr) current->route_ = route;
 }
 
 GemmsUsed* gemms_used() noexcept { return current == nullptr ? nullptr : &current->gemms_; }

@@ -23,10 +23,12 @@ class ProfiledCall {
  private:
   friend void runs_on(const Kernels&) noexcept;
   friend GemmsUsed* gemms_used() noexcept;
+  friend void ran_on_gpu(const char*) noexcept;
 
   const char* where_;
   bool on_;
   const Kernels* kernels_ = nullptr;  // null for a call on a GPU
+  const char* route_ = nullptr;       // there, the row of the dispatch table; "" for a call without a product
   GemmsUsed gemms_{0};
   std::chrono::steady_clock::time_point start_;
 };
@@ -35,5 +37,9 @@ class ProfiledCall {
 // if the call is not recorded.
 void runs_on(const Kernels&) noexcept;
 GemmsUsed* gemms_used() noexcept;
+
+// Records that the call on this thread ran on a GPU, and its row of the dispatch table, if it has a product. The name
+// outlives the call.
+void ran_on_gpu(const char* route) noexcept;
 
 }  // namespace mxfp8

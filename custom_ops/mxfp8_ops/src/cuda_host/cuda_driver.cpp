@@ -58,6 +58,15 @@ Gpu::Gpu(const std::string& where, int index) : where_(where), index_(index), pr
   loader_ = current->loader;
   char message[kMessage] = "";
   if (loader_.gpu(index, &properties_, message, sizeof message) != 0) throw CudaError(where + ": " + message);
+  if (properties_.cublaslt != nullptr) cublaslt_ = properties_.cublaslt;
+}
+
+mxfp8_cuda_place Gpu::place(bool cublas_handle) const {
+  mxfp8_cuda_place place = {};
+  place.capability = properties_.capability;
+  place.processors = properties_.processors;
+  place.libraries = (cublas_handle && knows_cublas() ? MXFP8_CUBLAS : 0) | MXFP8_CUBLASLT;
+  return place;
 }
 
 std::vector<CudaFunction> Gpu::kernels(const std::vector<const char*>& names) const {

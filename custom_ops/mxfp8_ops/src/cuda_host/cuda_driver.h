@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "mxfp8_cuda.h"
+#include "mxfp8_cuda_plan.h"
 
 namespace mxfp8::cuda {
 
@@ -41,9 +42,15 @@ class Gpu {
   Gpu(const std::string& where, int index);
 
   const std::string& where() const { return where_; }
+  int index() const { return index_; }
   const mxfp8_cuda_gpu& properties() const { return properties_; }
   const Driver& driver() const { return *driver_; }
+  const std::string& cublaslt() const { return cublaslt_; }  // its file, or ""
   bool knows_cublas() const { return properties_.cublas_gemm_ex != nullptr; }
+
+  // For the planner: with cuBLAS if the caller has a handle and the loader knows it, and with cuBLASLt, which is asked
+  // at each product.
+  mxfp8_cuda_place place(bool cublas_handle) const;
 
   // Loads kernels. Throws CudaError if the loader cannot.
   std::vector<CudaFunction> kernels(const std::vector<const char*>& names) const;
@@ -53,13 +60,17 @@ class Gpu {
     if (status != 0) fail(doing, status);
   }
   [[noreturn]] void fail(const char* doing, int status, const char* library = "CUDA") const;
+  void warn(const std::string& message) const {
+    if (loader_.warn != nullptr) loader_.warn(message.c_str());
+  }
 
  private:
   std::string where_;
   int index_;
   const Driver* driver_;
   mxfp8_cuda_loader loader_;
-  mxfp8_cuda_gpu properties_;
+  mxfp8_cuda_gpu properties_;  // but for its text
+  std::string cublaslt_;
 };
 
 // Makes a GPU the thread's current one, as ONNX Runtime and the caller's own thread may not have.

@@ -4,6 +4,8 @@
 #include <memory>
 #include <mutex>
 
+#include "../cpu/profile.h"
+#include "cublaslt.h"
 #include "kernels.h"
 
 namespace mxfp8::cuda {
@@ -57,12 +59,9 @@ CudaFunction Executor::function(const mxfp8_cuda_step& step) const {
   return function;
 }
 
-mxfp8_cuda_place Executor::place(bool cublas_handle) const {
-  mxfp8_cuda_place place = {};
-  place.capability = gpu_.properties().capability;
-  place.processors = gpu_.properties().processors;
-  place.libraries = cublas_handle && gpu_.knows_cublas() ? MXFP8_CUBLAS : 0;
-  return place;
+bool Executor::multiplies(const BlockScaled& product) const {
+  const Current current(gpu_);
+  return CublasLt::of(gpu_).multiplies(gpu_, product);
 }
 
 void Executor::run(Plan plan, const Resources& resources) const {
@@ -75,12 +74,12 @@ void Executor::run(Plan plan, const Resources& resources) const {
 size_t Executor::run(Plan* plan, const Resources& resources, size_t first) const {
   const Driver& driver = gpu_.driver();
   size_t at = first;
+  if (first == 0) ran_on_gpu(plan->route < 0 ? "" : mxfp8_cuda_route_at(plan->route)->name);
   for (; at < plan->steps.size(); ++at) {
     mxfp8_cuda_step& step = plan->steps[at];
     void* parameters[MXFP8_MOST_ARGUMENTS];
     for (int i = 0; i < step.count; ++i) {
       if (step.in_scratch >> i & 1) step.arguments[i] += int64_t(resources.scratch);
-      if (step.in_result >> i & 1) step.arguments[i] = int64_t(resources.result);
       parameters[i] = &step.arguments[i];  // every parameter of a kernel has 8 bytes
     }
     if (step.step == MXFP8_LAUNCH) {
@@ -90,6 +89,8 @@ size_t Executor::run(Plan* plan, const Resources& resources, size_t first) const
     } else if (step.step == MXFP8_CLEAR) {
       gpu_.check(driver.fill(uint64_t(step.arguments[0]), 0, size_t(step.arguments[1]), resources.stream),
                  "clear memory");
+    } else if (step.step == MXFP8_BLOCK_SCALED) {
+      CublasLt::of(gpu_).multiply(gpu_, step.arguments, resources.stream);
     } else if (step.step == MXFP8_MATMUL && resources.cublas != nullptr) {
       matmul_bf16(step.arguments, resources.cublas);
     } else {

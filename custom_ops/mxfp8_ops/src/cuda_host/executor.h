@@ -8,13 +8,12 @@
 
 namespace mxfp8::cuda {
 
-// Where a plan is done: a stream, a cuBLAS handle that is set to it (or null: the caller multiplies), the plan's
-// scratch memory, and what the library product before the first step has made.
+// Where a plan is done: a stream, a cuBLAS handle that is set to it (or null: the caller multiplies), and the plan's
+// scratch memory.
 struct Resources {
   Stream stream;
   void* cublas;
   uint64_t scratch;
-  uint64_t result = 0;
 };
 
 class Executor {
@@ -26,8 +25,8 @@ class Executor {
   // CudaError.
   static const Executor& for_gpu(int gpu);
 
-  // For the planner: this GPU, with cuBLAS if the caller has a handle and the loader knows it.
-  mxfp8_cuda_place place(bool cublas_handle) const;
+  // Whether cuBLASLt can do a product; see CublasLt. Throws CudaError.
+  bool multiplies(const BlockScaled&) const;
 
   // Queues all steps. The GPU is current. Throws CudaError, also for a product that needs another library.
   void run(Plan, const Resources&) const;

@@ -35,6 +35,7 @@ struct Product {
   Argument bias, y;
   int64_t y_dtype, m, n, k;
   std::optional<Wide> wide;  // b, if it is kept
+  Argument b_swizzled;       // the same for its scales
 
   Shape shape() const { return {x.kind, b.kind, m, n, k, x.data.aligned(), b.data.aligned()}; }
 };
@@ -46,15 +47,24 @@ struct Sums {
   Argument inexact = 0;  // a word that becomes 1 when a sum is NaN or Inf
 };
 
+void launch_swizzle(Steps* steps, Argument scales, int64_t rows, int64_t k, Argument to) {
+  steps->launch(kSwizzleScales({}), ceil_div(swizzled_bytes(rows, k), 16 * kThreads),
+                {scales, to, rows, scale_count(k)});
+}
+
 class GemmPlanner {
  public:
-  explicit GemmPlanner(const mxfp8_cuda_place& place) : place_(place) {}
+  GemmPlanner(const mxfp8_cuda_place& place, const Ask& ask) : place_(place), ask_(ask) {}
 
   // With `rounds`, values of x are rounded to bfloat16 first.
   Plan plan_of(Product p, bool rounds) {
     if (p.m * p.n == 0) return steps_.finished();
     if (rounds && parts_of(p.x.kind) > 1) p.x = {kBF16, rounded(&steps_, p.x.kind, p.x.data, p.m * p.k), 0};
-    const Row row = route(p, place_);
+    Row row = route(p, place_);
+    if (row == kBlockScaled && ask_ && !ask_(block_scaled_product(p))) {
+      place_.libraries &= ~int64_t(MXFP8_CUBLASLT);
+      row = route(p, place_);
+    }
     by(row, p);
     return steps_.finished(row);
   }
@@ -150,24 +160,27 @@ class GemmPlanner {
   }
 
   void block_scaled(const Product& p) {
-    const Argument x_scales = swizzled(p.x, p.m, p.k), b_scales = swizzled(p.b, p.n, p.k);
-    const bool direct = p.bias.null() && (cublaslt() || p.y_dtype != MXFP8_FLOAT16);
-    const Argument y = !cublaslt() ? Argument(0, Argument::Base::kResult)
-                       : direct    ? p.y
-                                   : steps_.reserve(4 * p.m * p.n);
-    steps_.add(MXFP8_BLOCK_SCALED, {p.x.data, x_scales, p.b.data, b_scales, y, p.m, p.n, p.k, row_of(p.x.kind).code,
-                                    row_of(p.b.kind).code, direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
+    const Argument x_scales = swizzled(p.x, p.m, p.k);
+    const Argument b_scales = p.b_swizzled.null() ? swizzled(p.b, p.n, p.k) : p.b_swizzled;
+    const bool direct = p.bias.null();
+    const Argument y = direct ? p.y : steps_.reserve(4 * p.m * p.n);
+    const auto [x_format, b_format, dtype, m, n, k] = block_scaled_product(p);
+    steps_.add(MXFP8_BLOCK_SCALED, {p.x.data, x_scales, p.b.data, b_scales, y, m, n, k, x_format, b_format, dtype,
+                                    steps_.reserve(kCublasLtWorkspace)});
     if (!direct) finish(p, {y});
   }
 
-  Argument swizzled(const Operand& o, int64_t rows, int64_t k) {
-    const int64_t bytes = swizzled_bytes(rows, k);
-    const Argument to = steps_.reserve(bytes);
-    steps_.launch(kSwizzleScales({}), ceil_div(bytes, 16 * kThreads), {o.scales, to, rows, scale_count(k)});
-    return to;
+  // With a bias it writes float32, for finish.cu.
+  static BlockScaled block_scaled_product(const Product& p) {
+    const int64_t dtype = p.bias.null() ? p.y_dtype : int64_t(MXFP8_FLOAT32);
+    return {row_of(p.x.kind).code, row_of(p.b.kind).code, dtype, p.m, p.n, p.k};
   }
 
-  bool cublaslt() const { return (place_.libraries & MXFP8_CUBLASLT) != 0; }
+  Argument swizzled(const Operand& o, int64_t rows, int64_t k) {
+    const Argument to = steps_.reserve(swizzled_bytes(rows, k));
+    launch_swizzle(&steps_, o.scales, rows, k, to);
+    return to;
+  }
 
   void finish(const Product& p, const Sums& s) {
     const bool ragged = p.n % 8 != 0 || unaligned({s.at, p.bias, p.y});
@@ -191,7 +204,8 @@ class GemmPlanner {
     return slice;
   }
 
-  const mxfp8_cuda_place& place_;
+  mxfp8_cuda_place place_;
+  const Ask& ask_;
   Steps steps_;
 };
 
@@ -200,7 +214,7 @@ const mxfp8_cuda_place& checked(const mxfp8_cuda_place* request) {
   constexpr int64_t most = int64_t(1) << 20;  // more than any GPU or measurement has
   check_range({"capability", place.capability}, 0, most);
   check_range({"processors", place.processors}, 1, most);
-  check_range({"libraries", place.libraries}, 0, MXFP8_CUBLAS | MXFP8_CUBLASLT | MXFP8_SCALED_MM);
+  check_range({"libraries", place.libraries}, 0, MXFP8_CUBLAS | MXFP8_CUBLASLT);
   check_range({"forced", place.forced}, 0, kRows);
   check_range({"splits", place.splits}, 0, 1024);
   check_range({"warps", place.warps}, 0, kThreads / 32);
@@ -227,6 +241,7 @@ mxfp8_cuda_gemm checked(const mxfp8_cuda_gemm* request) {
   check_array(at("y", g.y, bytes_of(g.y_dtype)), {g.m, g.n});
   if (g.wide != 0) check_array(at("wide", g.wide, 2), {g.n, g.k});
   if (g.wide_inexact != 0) check_array(at("wide_inexact", g.wide_inexact, 4), {1});
+  if (g.b_swizzled != 0) check_array(at("b_swizzled", g.b_swizzled, 1), {swizzled_bytes(g.n, g.k)});
   return g;
 }
 
@@ -242,17 +257,23 @@ Argument rounded(Steps* steps, Kind kind, Argument x, int64_t total) {
   return to;
 }
 
-Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
+Plan swizzle(int64_t scales, int64_t rows, int64_t k, int64_t to) {
+  Steps steps;
+  launch_swizzle(&steps, scales, rows, k, to);
+  return steps.finished();
+}
+
+Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g, const Ask& ask) {
   const Operand x = {kind_of(g.x_kind), g.x, g.x_scales}, b = {element_kind(g.b_kind), g.b, g.b_scales};
-  Product p = {x, b, g.bias, g.y, row_of(value_kind(g.y_dtype)).code, g.m, g.n, g.k, {}};
+  Product p = {x, b, g.bias, g.y, row_of(value_kind(g.y_dtype)).code, g.m, g.n, g.k, {}, g.b_swizzled};
   if (place.processors < 1)
     throw Error(MXFP8_BAD_ARGUMENT, "a GPU with 0 multiprocessors", "1 or more", "report this as a bug");
   for (const int64_t operand : {volume({g.m, g.n}), volume({g.m, g.k}), volume({g.n, g.k})}) volume({8, operand});
   if (g.wide != 0) p.wide = Wide{g.wide, g.wide_inexact};
-  return GemmPlanner(place).plan_of(p, g.activation_dtype == MXFP8_BFLOAT16);
+  return GemmPlanner(place, ask).plan_of(p, g.activation_dtype == MXFP8_BFLOAT16);
 }
 
-std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas) {
+std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, const mxfp8_cuda_place& place) {
   const Kind x = kind_of(x_kind), b = element_kind(b_kind);
   std::vector<int> numbers;
   kFinish.append(&numbers, {Kernel::kAny});
@@ -265,7 +286,8 @@ std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas) {
     kBfloat16Parts.append(&numbers, {x, Kernel::kAny});
     kBfloat16Rounded.append(&numbers, {x, Kernel::kAny});
   }
-  if (!cublas) return numbers;
+  if (choose(place, many_rows(x, b, 16, kBlock, true)) == kBlockScaled) kSwizzleScales.append(&numbers, {});
+  if ((place.libraries & MXFP8_CUBLAS) == 0) return numbers;
   kDequantize.append(&numbers, {kBF16, format_choice(b), true, Kernel::kAny});
   if (is_element(x) && x != b) kDequantize.append(&numbers, {kBF16, format_choice(x), true, Kernel::kAny});
   return numbers;
@@ -276,5 +298,8 @@ std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas) {
 extern "C" MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place* place, const mxfp8_cuda_gemm* gemm,
                                               const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* to) {
   using namespace mxfp8::cuda;
-  return answer_with(queue, to, [&] { return plan(checked(place), checked(gemm)); });
+  return answer_with(queue, to, [&] {
+    const auto ask = [queue](const BlockScaled& product) { return can(*queue, product); };
+    return plan(checked(place), checked(gemm), queue == nullptr ? Ask() : Ask(ask));
+  });
 }

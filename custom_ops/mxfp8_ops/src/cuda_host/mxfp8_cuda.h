@@ -3,8 +3,8 @@
 //
 // The library holds no CUDA code and is linked against no CUDA library. mxfp8_cuda_open tells it where the CUDA driver
 // is, and gives it a loader: callbacks that describe a GPU and find the kernels of src/cuda, compiled for it. For ONNX
-// Runtime they are called while a session is made, on the thread that makes it, and never while one runs; for the plans
-// of mxfp8_cuda_plan.h, when a kernel is first used.
+// Runtime they are called while a session is made, on the thread that makes it, and never while one runs - but for
+// `warn` -; for the plans of mxfp8_cuda_plan.h, when a kernel is first used.
 //
 // Session options say where their nodes run by the configuration entry "mxfp8.device", read when the library is
 // registered with them:
@@ -17,7 +17,8 @@
 // "mxfp8.keep_wide" is "1", with "cuda", for sessions that keep constant weights [N, K] in bfloat16 too, made when the
 // session is: two more bytes a value, and products of many rows need not dequantize them.
 //
-// "cuda" multiplies on cuBLAS for many rows, if the loader knows it; routes.cpp has the table of what runs where.
+// Many rows multiply on cuBLASLt, on GPUs with MXFP8 tensor cores, and on cuBLAS ("cuda" alone), if the loader knows
+// them; routes.cpp has the table of what runs where.
 #pragma once
 #include <stddef.h>
 
@@ -36,15 +37,19 @@ typedef struct {
   void* cublas_gemm_ex;
   void* cublas_get_math_mode;
   void* cublas_set_math_mode;
+  // The file of cuBLASLt, as dlopen takes it, or NULL; copied. It is opened at the first product that it may do.
+  const char* cublaslt;
 } mxfp8_cuda_gpu;
 
-// Both return 0; or another number, and a message of at most `size` bytes, its final zero included.
+// The first two return 0; or another number, and a message of at most `size` bytes, its final zero included.
 typedef struct {
   int (*gpu)(int index, mxfp8_cuda_gpu* gpu, char* message, size_t size);
   // `kernels` are `count` instances as C++ writes them, "quantize_rows<F32, E4M3, false>"; the file has the name
   // before the "<". `functions` are CUfunctions of the GPU's primary context, and stay loaded. All at once, because
   // they may have to be compiled, which one processor does for one kernel.
   int (*kernels)(int index, int count, const char* const* kernels, void** functions, char* message, size_t size);
+  // Shows a warning to the user, from any thread. May be NULL.
+  void (*warn)(const char* message);
 } mxfp8_cuda_loader;
 
 // `driver` is what dlopen takes: "libcuda.so.1". The loader's functions are kept, the struct is not. May be called

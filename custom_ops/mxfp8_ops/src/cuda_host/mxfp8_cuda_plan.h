@@ -21,11 +21,10 @@ extern "C" {
 // No row of the dispatch table fits: the device is too old, or the forced row cannot do the product.
 enum { MXFP8_NO_ROUTE = -4 };
 
-// Products of libraries that the caller can do.
+// Libraries for products.
 enum {
-  MXFP8_CUBLAS = 1,     // MXFP8_MATMUL
-  MXFP8_CUBLASLT = 2,   // the FP8 products, into memory that it is given
-  MXFP8_SCALED_MM = 4,  // the FP8 products, into memory of its own, which is float32 or bfloat16
+  MXFP8_CUBLAS = 1,    // MXFP8_MATMUL, which the caller does
+  MXFP8_CUBLASLT = 2,  // MXFP8_BLOCK_SCALED
 };
 
 // Where a product runs and which choices are taken from the planner; all but the first three may be 0.
@@ -46,6 +45,7 @@ typedef struct {
   int64_t m, n, k;
   int64_t wide, wide_inexact;  // b in bfloat16, if it is kept, and a word that is not 0 if that cannot hold it
   int64_t activation_dtype;    // MXFP8_BFLOAT16: values of x are rounded to it first; 0, MXFP8_FLOAT32: as they are
+  int64_t b_swizzled;          // b_scales in the 128x4 layout, if they are kept
 } mxfp8_cuda_gemm;
 
 enum { MXFP8_PLAIN = 0, MXFP8_TRANSPOSED = 1 };
@@ -91,7 +91,7 @@ enum {
   MXFP8_CLEAR = 1,         // write zeros: address, number of 32-bit words
   MXFP8_MATMUL = 2,        // y = x w^T, bfloat16, summed in float32 throughout: x, w, y, m, n, k, dtype of y
   MXFP8_BLOCK_SCALED = 3,  // an FP8 product y = x b^T: x, x_scales, b, b_scales, y, m, n, k, format of x, of b, dtype
-                           // of y; scales per block in the 128x4 layout
+                           // of y, workspace for cuBLASLt; scales per block in the 128x4 layout
 };
 enum { MXFP8_MOST_ARGUMENTS = 14 };
 
@@ -100,9 +100,7 @@ typedef struct {
   int32_t kernel;       // MXFP8_LAUNCH: its number, see mxfp8_cuda_kernel
   int32_t grid, block;  // thread blocks, and threads in each
   int32_t count;        // arguments
-  // Bit i: argument i is an offset into memory of `scratch_bytes`, aligned to 256; or it is 0 and stands for what the
-  // library product before this step made (MXFP8_SCALED_MM), which is y itself if no step follows.
-  uint32_t in_scratch, in_result;
+  uint32_t in_scratch;  // bit i: argument i is an offset into memory of `scratch_bytes`, aligned to 256
   int64_t arguments[MXFP8_MOST_ARGUMENTS];
 } mxfp8_cuda_step;
 
@@ -120,10 +118,10 @@ typedef struct {
   int64_t gpu;      // its index
   int64_t stream;   // CUstream
   int64_t scratch;  // address of the plan's scratch memory; 0: there is none yet
-  int64_t result;   // address of the result that the library product before has put into memory of its own, or 0
 } mxfp8_cuda_queue;
 
-// With a queue, a plan that needs no scratch memory is done too, as by mxfp8_cuda_continue. NULL: it is only planned.
+// With a queue, a plan that needs no scratch memory is done too, as by mxfp8_cuda_continue, and a product takes
+// MXFP8_CUBLASLT only if that library can do it: it is asked at the first product of a shape. NULL: it is only planned.
 MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place*, const mxfp8_cuda_gemm*, const mxfp8_cuda_queue*,
                                    mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
@@ -131,7 +129,7 @@ MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize*, const mxf
 MXFP8_API int mxfp8_cuda_plan_embedding(const mxfp8_cuda_embedding*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_grouped(const mxfp8_cuda_grouped*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
-// Queues the steps from `done` on, up to a product of a library or the end, and counts them in `done`. The arguments of
+// Queues the steps from `done` on, up to an MXFP8_MATMUL or the end, and counts them in `done`. The arguments of
 // that product are then addresses: the host queues it and adds 1 to `done`. The plan is the calling thread's latest.
 MXFP8_API int mxfp8_cuda_continue(const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
@@ -150,7 +148,7 @@ typedef struct {
   int64_t n_multiple;    // N is a multiple of it
   int64_t whole_blocks;  // 1 if K must be a multiple of 32 and both operands aligned to 16 bytes
   int64_t x_kinds, b_kinds;  // the kinds of x and b: bits of kValueDtypes, then of kElementFormats (contract.h)
-  int64_t libraries;         // it is a product of one of these libraries, which the caller has to bring; 0 for none
+  int64_t libraries;         // it is a product of this library; 0 for none
 } mxfp8_cuda_route;
 
 // NULL past the last row.

@@ -2,6 +2,7 @@
 #include "planner.h"
 
 #include "../cpu/arguments.h"
+#include "../cpu/profile.h"
 #include "executor.h"
 #include "requests.h"
 #include "steps.h"
@@ -16,16 +17,20 @@ thread_local int64_t plans = 0;  // how many the thread has made
 void proceed(const mxfp8_cuda_queue& queue, mxfp8_cuda_plan* plan) {
   const Executor& executor = Executor::for_gpu(int(queue.gpu));
   const Current current(executor.gpu());
-  const Resources resources = {reinterpret_cast<Stream>(queue.stream), nullptr, uint64_t(queue.scratch),
-                               uint64_t(queue.result)};
+  const Resources resources = {reinterpret_cast<Stream>(queue.stream), nullptr, uint64_t(queue.scratch)};
   plan->done = int64_t(executor.run(&latest, resources, size_t(plan->done)));
 }
 
 }  // namespace
 
+bool can(const mxfp8_cuda_queue& queue, const BlockScaled& product) {
+  return Executor::for_gpu(int(queue.gpu)).multiplies(product);
+}
+
 int answer_with(const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* to, const std::function<Plan()>& make) noexcept {
   const int status = answer([&] {
     if (to == nullptr) throw Error(MXFP8_BAD_ARGUMENT, "plan is NULL", "the address of a struct", "pass one");
+    const ProfiledCall profiled(nullptr);
     latest = make();
     *to = {latest.steps.data(), int64_t(latest.steps.size()), latest.scratch_bytes, latest.route, 0, ++plans};
     if (queue != nullptr && latest.scratch_bytes == 0 && !latest.steps.empty()) proceed(*queue, to);
@@ -52,6 +57,7 @@ MXFP8_API int mxfp8_cuda_continue(const mxfp8_cuda_queue* queue, mxfp8_cuda_plan
       throw mxfp8::Error(MXFP8_BAD_ARGUMENT, "no scratch memory", std::to_string(latest.scratch_bytes) + " bytes",
                          "allocate it");
     }
+    const mxfp8::ProfiledCall profiled(nullptr);
     proceed(*queue, plan);
   });
 }

@@ -1,5 +1,6 @@
 // The planner: mxfp8_cuda_plan.h for C++.
 #pragma once
+#include <array>
 #include <functional>
 #include <vector>
 
@@ -13,6 +14,12 @@ constexpr int kThreads = 256;  // threads of a block, in every kernel
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t scale_count(int64_t k) { return ceil_div(k, kBlock); }
 
+// A product of MXFP8_BLOCK_SCALED: codes of the formats of x and b and of the dtype of y, then m, n, k.
+using BlockScaled = std::array<int64_t, 6>;
+// Whether the library can do a product; empty if it is taken to.
+using Ask = std::function<bool(const BlockScaled&)>;
+constexpr int64_t kCublasLtWorkspace = 32 << 20;  // bytes that NVIDIA recommends for Hopper and later
+
 struct Plan {
   std::vector<mxfp8_cuda_step> steps;
   int64_t scratch_bytes = 0;
@@ -23,12 +30,14 @@ struct Plan {
 // product, where there is no route.
 template <class Request>
 Plan plan(const Request&);
-Plan plan(const mxfp8_cuda_place&, const mxfp8_cuda_gemm&);
+Plan plan(const mxfp8_cuda_place&, const mxfp8_cuda_gemm&, const Ask& = {});
+// Scales [rows, ceil(k / 32)] into the 128x4 layout.
+Plan swizzle(int64_t scales, int64_t rows, int64_t k, int64_t to);
 // The numbers of the kernels that plans of a node may launch, on any shape and at any address, by what it reads and
 // what it writes: dtypes or formats.
 template <class Request>
 std::vector<int> kernels(int64_t in, int64_t out);
-std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas);
+std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, const mxfp8_cuda_place&);
 
 // The body of a function of the C ABI that plans: makes a plan in memory of the calling thread and shows it; does it
 // too where there is a queue and no need to wait.

@@ -8,14 +8,12 @@ constexpr int64_t kElements = bit(kKinds) - bit(kValueKinds), kE4M3Only = bit(kE
 constexpr int64_t kExact = bit(kBF16) | kElements;  // what bfloat16 tensor cores multiply exactly, apart from scales
 constexpr int64_t kAll = kWide | kExact;            // that the kernels look out for
 constexpr int64_t kMxfp8 = bit(kE4M3) | bit(kind_of(MXFP8_E5M2));  // what libraries multiply
-constexpr int64_t kFp8 = MXFP8_CUBLASLT | MXFP8_SCALED_MM;
 
 // clang-format off
 // The first row that fits wins.
 //
 // skinny        gemm_skinny.cu: reads the packed weight once, bfloat16 tensor cores; for few rows.
-// block_scaled  the MXFP8 product of Blackwell's tensor cores: torch's scaled_mm, or cuBLASLt through nvmath-python;
-//               swizzle_scales.cu lays out the scales.
+// block_scaled  cuBLASLt: the MXFP8 product of Blackwell's tensor cores; swizzle_scales.cu lays out the scales.
 // large         dequantize.cu to bfloat16, then cuBLAS; gemm_float32.cu repairs it if bfloat16 could not hold an
 //               operand.
 // slices        gemm_skinny.cu on 64 rows at a time, where no cuBLAS is at hand.
@@ -27,7 +25,7 @@ constexpr mxfp8_cuda_route kRoutes[kRows] = {
     // name          from    M     N %  whole   x          b          library
     //                                 blocks
     {"skinny",         80,  64,      1,    1,    kAll,      kElements, 0},
-    {"block_scaled",  100,   0,     16,    1,    kMxfp8,    kE4M3Only, kFp8},
+    {"block_scaled",  100,   0,     16,    1,    kMxfp8,    kE4M3Only, MXFP8_CUBLASLT},
     {"large",          80,   0,      1,    0,    kExact,    kElements, MXFP8_CUBLAS},
     {"slices",         80,   1 << 24, 1,   1,    kExact,    kElements, 0},
     {"parts",          80,   0,      1,    0,    kWide,     kElements, 0},

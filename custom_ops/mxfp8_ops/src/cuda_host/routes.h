@@ -51,6 +51,11 @@ inline mxfp8_cuda_place unforced(mxfp8_cuda_place place) {
   return place;
 }
 
+// A product of many rows, for questions about a weight.
+inline Shape many_rows(Kind x, Kind b, int64_t n, int64_t k, bool b_aligned) {
+  return {x, b, kSkinnyRows + 1, n, k, true, b_aligned};
+}
+
 // The first row that fits, or the forced one; kNoRow if there is none.
 Row choose(const mxfp8_cuda_place&, const Shape&);
 

@@ -28,10 +28,9 @@ inline int64_t volume(std::initializer_list<int64_t> sizes) {
   return product;
 }
 
-// A number, an address, or an address that only whoever does the plan knows: so far into the scratch memory, or where
-// the library product before put its result.
+// A number, an address, or an address that only whoever does the plan knows: so far into the scratch memory.
 struct Argument {
-  enum class Base { kNone, kScratch, kResult };
+  enum class Base { kNone, kScratch };
   Argument(int64_t value = 0, Base base = Base::kNone) : value(value), base(base) {}  // NOLINT: numbers are arguments
   Argument operator+(int64_t bytes) const { return {value + bytes, base}; }
   bool null() const { return base == Base::kNone && value == 0; }
@@ -68,7 +67,6 @@ class Steps {
     step.step = what;
     for (const Argument& argument : arguments) {
       step.in_scratch |= uint32_t(argument.base == Argument::Base::kScratch) << step.count;
-      step.in_result |= uint32_t(argument.base == Argument::Base::kResult) << step.count;
       step.arguments[step.count++] = argument.value;
     }
     plan_.steps.push_back(step);

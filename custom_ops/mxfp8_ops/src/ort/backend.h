@@ -12,10 +12,11 @@ namespace mxfp8::ort {
 
 inline int64_t address(const void* data) { return reinterpret_cast<int64_t>(data); }
 
-// B [N, K] in bfloat16.
-struct WideWeight {
-  void* data;
-  uint32_t* inexact;  // not 0 if bfloat16 cannot hold it
+// What a GPU keeps of a constant B [N, K]; each may be null.
+struct KeptWeight {
+  void* wide;         // it in bfloat16
+  uint32_t* inexact;  // not 0 if that cannot hold it
+  void* swizzled;     // its scales in cuBLASLt's layout
 };
 
 // Goes through the operands of a job, and may put them elsewhere.
@@ -44,8 +45,8 @@ class Job {
  public:
   virtual void visit(Operands*) = 0;
   virtual void run(const Kernels&, const Parallel&) const = 0;
-  // The launches on a GPU, for a node with Implementation::cuda_kernels. `wide` may be empty.
-  virtual cuda::Plan plan(const mxfp8_cuda_place&, const WideWeight&) const {
+  // The launches on a GPU, for a node with Implementation::cuda_kernels.
+  virtual cuda::Plan plan(const mxfp8_cuda_place&, const KeptWeight&, const cuda::Ask&) const {
     throw std::logic_error("mxfp8: no plan for a GPU");
   }
 

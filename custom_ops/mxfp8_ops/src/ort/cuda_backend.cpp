@@ -1,6 +1,7 @@
 // The nodes on the CUDA execution provider: in its memory and on its stream.
 #include "cuda_backend.h"
 
+#include "../cuda_host/routes.h"
 #include "../error.h"
 #include "node_kernel.h"
 
@@ -88,10 +89,10 @@ class CudaBackend : public Backend {
         gpu_(where, memory_.gpu()),
         executor_(executor(node, gpu_)),
         multiplies_(row_of(node.op).b >= 0) {
-    if (node.place.keep_wide && multiplies_) keep_wide(info, node);
+    if (multiplies_) keep(info, node);
   }
   ~CudaBackend() override {
-    if (kept_ != 0) release(gpu_, {kept_});
+    if (memory_of_kept_ != 0) release(gpu_, {memory_of_kept_});
   }
 
   void run(OrtKernelContext* context, Job* job) const override {
@@ -100,7 +101,7 @@ class CudaBackend : public Backend {
     Unclaimed unclaimed(job);
     const Scratch unused(memory_, context, stream, size_t(unclaimed.bytes()));
     unclaimed.give(unused.data());
-    Plan planned = job->plan(executor_.place(cublas != nullptr), wide_);
+    Plan planned = job->plan(gpu_.place(cublas != nullptr), kept_, asks(executor_));
     const Scratch scratch(memory_, context, stream, size_t(planned.scratch_bytes));
     const Current current(gpu_);
     executor_.run(std::move(planned), {stream, cublas, uint64_t(address(scratch.data()))});
@@ -109,29 +110,44 @@ class CudaBackend : public Backend {
   bool on_host() const override { return false; }
 
  private:
-  // Where B is a constant matrix - which lies on the GPU already -, makes it wide now.
-  void keep_wide(const OrtKernelInfo* info, const Overload& node) {
+  // Where B is a constant matrix - which lies on the GPU already -, makes what products of many rows read of it.
+  void keep(const OrtKernelInfo* info, const Overload& node) {
     const auto index = size_t(row_of(node.op).b);
     const std::optional<Tensor> b = constant(info, index), scales = constant(info, index + 1);
     if (!b || !scales || b->dims.size() != 2) return;
     const int64_t n = b->dims[0], k = b->dims[1];
     if (n * k == 0 || scales->dims != Dims{n, scale_count(k)}) return;  // the second is an error when the node runs
-    if (!gpu_.knows_cublas()) {
+    const bool wide = node.place.keep_wide;
+    if (wide && !gpu_.knows_cublas()) {
       throw CudaError(gpu_.where() + ": keep_wide needs cuBLAS, which is not loaded; " +
                       "expected the cuBLAS of ONNX Runtime's CUDA provider; omit keep_wide");
     }
+    const cuda::Shape many = cuda::many_rows(cuda::kind_of(node.inputs[0]), cuda::kind_of(node.inputs[index]), n, k,
+                                             address(b->data) % 16 == 0);
+    const bool swizzled = cuda::choose(gpu_.place(false), many) == cuda::kBlockScaled;
+    const int64_t wide_bytes = wide ? 256 + (2 * n * k + 255) / 256 * 256 : 0;
+    const int64_t swizzled_bytes = swizzled ? mxfp8_cuda_swizzled_bytes(n, k) : 0;
+    if (wide_bytes + swizzled_bytes == 0) return;
     const Current current(gpu_);
-    gpu_.check(gpu_.driver().allocate(&kept_, size_t(256 + 2 * n * k)), "allocate memory for a weight");
-    wide_ = {reinterpret_cast<void*>(kept_ + 256), reinterpret_cast<uint32_t*>(kept_)};
+    gpu_.check(gpu_.driver().allocate(&memory_of_kept_, size_t(wide_bytes + swizzled_bytes)),
+               "allocate memory for a weight");
+    const auto at = [&](int64_t bytes) { return reinterpret_cast<void*>(memory_of_kept_ + uint64_t(bytes)); };
     const Stream stream = nullptr;  // any would do: ONNX Runtime has waited for its copies of constants
     try {
-      cuda::Plan widen =
-          cuda::plan(mxfp8_cuda_dequantize{node.inputs[index], MXFP8_BFLOAT16, address(b->data), address(scales->data),
-                                           n, k, 1, address(wide_.data), address(wide_.inexact)});
-      executor_.run(std::move(widen), {stream, nullptr, 0});
-      gpu_.check(gpu_.driver().wait(stream), "dequantize a weight");
+      if (wide) {
+        kept_.wide = at(256), kept_.inexact = static_cast<uint32_t*>(at(0));
+        executor_.run(cuda::plan(mxfp8_cuda_dequantize{node.inputs[index], MXFP8_BFLOAT16, address(b->data),
+                                                       address(scales->data), n, k, 1, address(kept_.wide),
+                                                       address(kept_.inexact)}),
+                      {stream, nullptr, 0});
+      }
+      if (swizzled) {
+        kept_.swizzled = at(wide_bytes);
+        executor_.run(cuda::swizzle(address(scales->data), n, k, address(kept_.swizzled)), {stream, nullptr, 0});
+      }
+      gpu_.check(gpu_.driver().wait(stream), "prepare a weight");
     } catch (...) {
-      gpu_.driver().free(kept_);
+      gpu_.driver().free(memory_of_kept_);
       throw;
     }
   }
@@ -140,17 +156,20 @@ class CudaBackend : public Backend {
   Gpu gpu_;
   Executor executor_;
   bool multiplies_;
-  uint64_t kept_ = 0;  // memory of the word and the weight of wide_
-  WideWeight wide_ = {};
+  uint64_t memory_of_kept_ = 0;
+  KeptWeight kept_ = {};
 };
 
 }  // namespace
 
+cuda::Ask asks(const Executor& executor) {
+  return [&executor](const cuda::BlockScaled& product) { return executor.multiplies(product); };
+}
+
 Executor executor(const Overload& node, const Gpu& gpu) {
-  const bool cublas = node.place.device == Device::kCuda && gpu.knows_cublas();
   std::vector<int> kernels;
   try {
-    kernels = implementation(node.op)->cuda_kernels(node, cublas);
+    kernels = implementation(node.op)->cuda_kernels(node, gpu.place(node.place.device == Device::kCuda));
   } catch (const Error& error) {  // there are none for these operands
     throw CudaError(gpu.where() + ": " + error.what());
   }

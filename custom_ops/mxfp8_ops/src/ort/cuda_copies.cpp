@@ -64,7 +64,7 @@ class Turn final : public Operands {
 
   void run(const Executor& executor, Job* job) {
     job->visit(this);
-    cuda::Plan plan = job->plan(executor.place(false), {});
+    cuda::Plan plan = job->plan(gpu_.place(false), {}, asks(executor));
     const uint64_t scratch = shared().scratch.room(gpu_, plan.scratch_bytes);
     executor.run(std::move(plan), {kThreadStream, nullptr, scratch});
     for (const Result& result : results_) {

@@ -20,7 +20,7 @@ struct Embedding final : Job {
     operands->out(&args.y, args.count * args.d * value_bytes(args.y_dtype));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { embedding(kernels, parallel, args); }
-  cuda::Plan plan(const mxfp8_cuda_place&, const WideWeight&) const override {
+  cuda::Plan plan(const mxfp8_cuda_place&, const KeptWeight&, const cuda::Ask&) const override {
     return cuda::plan(mxfp8_cuda_embedding{args.index_dtype, args.b_format, args.y_dtype, address(args.indices),
                                            address(args.b), address(args.b_scales), args.count, args.v, args.d,
                                            address(args.y)});
@@ -67,7 +67,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
 
 }  // namespace
 
-const Implemented kEmbeddingNode({Op::kEmbedding}, {infer, compute, [](const Overload& node, bool) {
+const Implemented kEmbeddingNode({Op::kEmbedding}, {infer, compute, [](const Overload& node, const mxfp8_cuda_place&) {
                                                       return cuda::kernels<mxfp8_cuda_embedding>(node.inputs[kB],
                                                                                                  node.outputs[0]);
                                                     }});

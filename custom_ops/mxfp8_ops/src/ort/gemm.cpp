@@ -25,12 +25,14 @@ struct Gemm final : Job {
     operands->out(&args.y, args.m * args.n * value_bytes(args.y_dtype));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { gemm(kernels, parallel, args); }
-  cuda::Plan plan(const mxfp8_cuda_place& place, const WideWeight& wide) const override {
+  cuda::Plan plan(const mxfp8_cuda_place& place, const KeptWeight& kept, const cuda::Ask& ask) const override {
     const GemmArgs& g = args;
     return cuda::plan(
-        place, mxfp8_cuda_gemm{g.a_format, g.b_format, g.y_dtype, address(g.a), address(g.a_scales), address(g.b),
-                               address(g.b_scales), address(g.bias), address(g.y), g.m, g.n, g.k, address(wide.data),
-                               address(wide.inexact), g.rounds_a ? MXFP8_BFLOAT16 : MXFP8_FLOAT32});
+        place,
+        mxfp8_cuda_gemm{g.a_format, g.b_format, g.y_dtype, address(g.a), address(g.a_scales), address(g.b),
+                        address(g.b_scales), address(g.bias), address(g.y), g.m, g.n, g.k, address(kept.wide),
+                        address(kept.inexact), g.rounds_a ? MXFP8_BFLOAT16 : MXFP8_FLOAT32, address(kept.swizzled)},
+        ask);
   }
 };
 
@@ -178,11 +180,10 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
 
 }  // namespace
 
-const Implemented kGemmNode({Op::kGemm, Op::kWeightGemm}, {infer, compute, [](const Overload& node, bool cublas) {
-                                                             return cuda::gemm_kernels(
-                                                                 node.inputs[0], node.inputs[size_t(row_of(node.op).b)],
-                                                                 cublas);
-                                                           }});
+const Implemented kGemmNode({Op::kGemm, Op::kWeightGemm},
+                            {infer, compute, [](const Overload& node, const mxfp8_cuda_place& place) {
+                               return cuda::gemm_kernels(node.inputs[0], node.inputs[size_t(row_of(node.op).b)], place);
+                             }});
 
 const Implemented kFusedGemmNode({Op::kFusedGemm, Op::kFusedWeightGemm, Op::kGatedGemm, Op::kGatedWeightGemm},
                                  {infer, compute, nullptr, true});

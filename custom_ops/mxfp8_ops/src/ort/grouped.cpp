@@ -58,7 +58,7 @@ struct GroupedGemm final : Job {
     operands->out(&g.y, g.m * g.n * value_bytes(g.y_dtype));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { grouped_gemm(kernels, parallel, args); }
-  cuda::Plan plan(const mxfp8_cuda_place&, const WideWeight&) const override {
+  cuda::Plan plan(const mxfp8_cuda_place&, const KeptWeight&, const cuda::Ask&) const override {
     const GemmArgs& g = args.gemm;
     if (runs.size() > kMostRuns) {
       throw NodeError(where + ": experts broadcast with rows in " + std::to_string(runs.size()) +
@@ -166,7 +166,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
 }  // namespace
 
 const Implemented kGroupedGemmNode({Op::kGroupedGemm, Op::kGroupedWeightGemm},
-                                   {infer, compute, [](const Overload& node, bool) {
+                                   {infer, compute, [](const Overload& node, const mxfp8_cuda_place&) {
                                       return cuda::kernels<mxfp8_cuda_grouped>(node.inputs[0],
                                                                                node.inputs[size_t(row_of(node.op).b)]);
                                     }});

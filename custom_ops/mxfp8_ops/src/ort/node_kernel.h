@@ -24,7 +24,7 @@ struct Implementation {
   void (*infer_shapes)(OrtShapeInferContext*, const Node&, const Attributes&);
   void (*compute)(const NodeKernel&, OrtKernelContext*);
   // The numbers of the kernels that a GPU may launch for this overload; null: a node that runs on the processor alone.
-  std::vector<int> (*cuda_kernels)(const Overload&, bool cublas);
+  std::vector<int> (*cuda_kernels)(const Overload&, const mxfp8_cuda_place&);
   // Whether its body is made of other nodes; where a GPU may have kernels for those, it is not registered.
   bool fused = false;
   // Called once for each node on the processor; null: its weights are prepared as those of a gemm.

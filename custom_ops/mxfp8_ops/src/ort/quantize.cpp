@@ -28,7 +28,7 @@ struct Quantize final : Job {
     operands->out(&args.scales, args.outer * scale_count(args.k) * args.inner);
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { quantize(kernels, parallel, args); }
-  cuda::Plan plan(const mxfp8_cuda_place&, const WideWeight&) const override {
+  cuda::Plan plan(const mxfp8_cuda_place&, const KeptWeight&, const cuda::Ask&) const override {
     return cuda::plan(mxfp8_cuda_quantize{args.dtype, args.format, args.increment, MXFP8_PLAIN, address(args.x),
                                           args.outer, args.k, args.inner, address(args.elements), address(args.scales),
                                           0, 0});
@@ -72,7 +72,7 @@ struct Dequantize final : Job {
     operands->out(&args.y, values * value_bytes(args.dtype));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { dequantize(kernels, parallel, args); }
-  cuda::Plan plan(const mxfp8_cuda_place&, const WideWeight&) const override {
+  cuda::Plan plan(const mxfp8_cuda_place&, const KeptWeight&, const cuda::Ask&) const override {
     return cuda::plan(mxfp8_cuda_dequantize{args.format, args.dtype, address(args.elements), address(args.scales),
                                             args.outer, args.k, args.inner, address(args.y), 0});
   }
@@ -96,13 +96,14 @@ void compute_dequantize(const NodeKernel& kernel, OrtKernelContext* context) {
 
 }  // namespace
 
-const Implemented kQuantizeNode({Op::kQuantize}, {infer_quantize, compute_quantize, [](const Overload& node, bool) {
-                                                    return cuda::kernels<mxfp8_cuda_quantize>(node.inputs[0],
-                                                                                              node.outputs[0]);
-                                                  }});
-const Implemented kDequantizeNode({Op::kDequantize},
-                                  {infer_dequantize, compute_dequantize, [](const Overload& node, bool) {
-                                     return cuda::kernels<mxfp8_cuda_dequantize>(node.inputs[0], node.outputs[0]);
-                                   }});
+const Implemented kQuantizeNode({Op::kQuantize},
+                                {infer_quantize, compute_quantize, [](const Overload& node, const mxfp8_cuda_place&) {
+                                   return cuda::kernels<mxfp8_cuda_quantize>(node.inputs[0], node.outputs[0]);
+                                 }});
+const Implemented kDequantizeNode({Op::kDequantize}, {infer_dequantize, compute_dequantize,
+                                                      [](const Overload& node, const mxfp8_cuda_place&) {
+                                                        return cuda::kernels<mxfp8_cuda_dequantize>(node.inputs[0],
+                                                                                                    node.outputs[0]);
+                                                      }});
 
 }  // namespace mxfp8::ort

@@ -1,0 +1,169 @@
+// cuBLASLt on the CPU: what libmxfp8_ops uses of it, for MXFP8 operands. It checks each call and sums in double.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace {
+
+struct Call {
+  int64_t m, n, k, x_type, b_type, y_type, stream;
+};
+struct Object {
+  std::map<int, int64_t> attributes;
+  int type;
+  uint64_t rows, columns;
+};
+struct Heuristic {
+  uint64_t algorithm[8];
+  size_t workspace;
+  int status;
+  float waves;
+  int reserved[4];
+};
+
+constexpr int kSuccess = 0, kInvalidValue = 7, kNotSupported = 15;
+constexpr uint64_t kAlgorithm = 0xA1;
+constexpr size_t kWorkspace = 1024;
+
+std::mutex mutex;
+std::vector<Call> calls;
+int live, questions;
+
+double element(int type, uint8_t code) {
+  const int mantissa_bits = type == 28 ? 3 : 2, bias = type == 28 ? 7 : 15;
+  const int exponent = (code & 127) >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
+  if (type == 28 ? (code & 127) == 127 : exponent == 31) return mantissa == 0 && type == 29 ? INFINITY : NAN;
+  const double whole = exponent == 0 ? mantissa : mantissa + (1 << mantissa_bits);
+  const double value = std::ldexp(whole, (exponent == 0 ? 1 : exponent) - bias - mantissa_bits);
+  return (code & 128) != 0 ? -value : value;
+}
+
+// cuBLAS documentation, "1D Block Scaling Factors Layout".
+double scale(const uint8_t* scales, uint64_t row, uint64_t block, uint64_t k) {
+  const uint64_t across = (k / 32 + 3) / 4, tile = row / 128 * across + block / 4;
+  const int code = scales[tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4];
+  return code == 255 ? NAN : std::ldexp(1.0, code - 127);
+}
+
+void store(void* to, uint64_t index, int type, double sum) {
+  const float value = float(sum);
+  if (type == 0) static_cast<float*>(to)[index] = value;
+  if (type == 2) static_cast<_Float16*>(to)[index] = _Float16(value);
+  if (type != 14) return;
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (!std::isnan(value)) bits += 0x7FFF + (bits >> 16 & 1);  // to nearest even
+  static_cast<uint16_t*>(to)[index] = uint16_t(bits >> 16);
+}
+
+int make(void** to) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  ++live;
+  *to = new Object{};
+  return kSuccess;
+}
+int destroy(void* object) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  --live;
+  delete static_cast<Object*>(object);
+  return kSuccess;
+}
+int set(void* object, int attribute, const void* value, size_t size, size_t expected) {
+  if (size != expected) return kInvalidValue;
+  int64_t whole = 0;
+  std::memcpy(&whole, value, size);
+  static_cast<Object*>(object)->attributes[attribute] = whole;
+  return kSuccess;
+}
+
+}  // namespace
+
+extern "C" {
+
+int refusal;  // 1: no status of success; 2: no algorithm
+
+size_t call_count() { return calls.size(); }
+const Call* call(size_t i) { return &calls[i]; }
+int live_objects() { return live; }
+int question_count() { return questions; }
+void start() { calls.clear(), refusal = questions = 0; }
+
+size_t cublasLtGetVersion() { return 130100; }
+const char* cublasLtGetStatusName(int status) {
+  return status == kNotSupported ? "CUBLAS_STATUS_NOT_SUPPORTED" : "CUBLAS_STATUS_INVALID_VALUE";
+}
+int cublasLtCreate(void** handle) {
+  *handle = &calls;
+  return kSuccess;
+}
+
+int cublasLtMatmulDescCreate(void** to, int compute, int scale_type) {
+  return compute == 68 && scale_type == 0 ? make(to) : kInvalidValue;
+}
+int cublasLtMatmulDescSetAttribute(void* object, int attribute, const void* value, size_t size) {
+  return set(object, attribute, value, size, attribute == 17 || attribute == 18 ? 8 : 4);
+}
+int cublasLtMatmulDescDestroy(void* object) { return destroy(object); }
+
+int cublasLtMatrixLayoutCreate(void** to, int type, uint64_t rows, uint64_t columns, int64_t stride) {
+  if (stride != int64_t(rows)) return kInvalidValue;
+  make(to);
+  **reinterpret_cast<Object**>(to) = {{}, type, rows, columns};
+  return kSuccess;
+}
+int cublasLtMatrixLayoutDestroy(void* object) { return destroy(object); }
+
+int cublasLtMatmulPreferenceCreate(void** to) { return make(to); }
+int cublasLtMatmulPreferenceSetAttribute(void* object, int attribute, const void* value, size_t size) {
+  return set(object, attribute, value, size, attribute == 1 ? 8 : 4);
+}
+int cublasLtMatmulPreferenceDestroy(void* object) { return destroy(object); }
+
+int cublasLtMatmulAlgoGetHeuristic(void* handle, void* product, void* b, void* x, void* c, void* d, void* preference,
+                                   int most, Heuristic* found, int* count) {
+  auto& wishes = static_cast<Object*>(preference)->attributes;
+  auto& description = static_cast<Object*>(product)->attributes;
+  ++questions;
+  if (handle != &calls || c != d || most != 1 || b == nullptr || x == nullptr) return kInvalidValue;
+  if (wishes != std::map<int, int64_t>{{1, 32 << 20}, {5, 16}, {6, 16}, {7, 16}, {8, 16}}) return kInvalidValue;
+  if (description[3] != 1 || description[31] != 2 || description[32] != 2) return kInvalidValue;
+  if (description[17] == 0 || description[18] == 0) return kInvalidValue;
+  if (refusal == 1) return kNotSupported;
+  *count = refusal == 2 ? 0 : 1;
+  *found = {{kAlgorithm}, kWorkspace, kSuccess, 1, {}};
+  return kSuccess;
+}
+
+int cublasLtMatmul(void* handle, void* product, const float* one, const uint8_t* b, void* b_layout, const uint8_t* x,
+                   void* x_layout, const float* zero, const void* c, void* c_layout, void* d, void* d_layout,
+                   const uint64_t* algorithm, void* workspace, size_t bytes, void* stream) {
+  const auto &bl = *static_cast<Object*>(b_layout), &xl = *static_cast<Object*>(x_layout);
+  const auto& dl = *static_cast<Object*>(d_layout);
+  auto& description = static_cast<Object*>(product)->attributes;
+  const uint64_t n = bl.columns, m = xl.columns, k = bl.rows;
+  if (handle != &calls || *one != 1 || *zero != 0 || c != d || c_layout != d_layout) return kInvalidValue;
+  if (*algorithm != kAlgorithm || bytes != kWorkspace || workspace == nullptr) return kInvalidValue;
+  if (xl.rows != k || dl.rows != n || dl.columns != m || n % 16 != 0 || k % 32 != 0) return kInvalidValue;
+  if (description[3] != 1 || description[31] != 2 || description[32] != 2) return kInvalidValue;
+  const auto *b_scales = reinterpret_cast<const uint8_t*>(description[17]),
+             *x_scales = reinterpret_cast<const uint8_t*>(description[18]);
+  std::memset(workspace, 0x55, bytes);  // what else lay there is lost
+  for (uint64_t i = 0; i < m; ++i) {
+    for (uint64_t j = 0; j < n; ++j) {
+      double sum = 0;
+      for (uint64_t t = 0; t < k; ++t) {
+        sum += element(xl.type, x[i * k + t]) * scale(x_scales, i, t / 32, k) * element(bl.type, b[j * k + t]) *
+               scale(b_scales, j, t / 32, k);
+      }
+      store(d, i * n + j, dl.type, sum);
+    }
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  calls.push_back({int64_t(m), int64_t(n), int64_t(k), xl.type, bl.type, dl.type, reinterpret_cast<int64_t>(stream)});
+  return kSuccess;
+}
+
+}  // extern "C"
