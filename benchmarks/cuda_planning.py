@@ -41,7 +41,7 @@ def plan(kind: str, m: int) -> planner.Plan:
     k = 8192 if m else 8191
     codes = CODES[kind], CODES["e4m3"], CODES["bfloat16"]
     product = Gemm(*codes, 1 << 40, 1 << 41, 1 << 42, 1 << 43, 0, 1 << 44, m or 64, 8192, k)
-    return planner.gemm(dispatch.place(GPU, planner.CUBLAS if m else 0), product)
+    return planner.gemm(dispatch.place(GPU, planner.BFLOAT16_PRODUCTS if m else 0), product)
 
 
 def connect() -> list[Any]:

@@ -42,7 +42,7 @@ SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = MappingProxyType(
         "mxfp8_cuda_plan_dequantize": (i, (p, p, p)),
         "mxfp8_cuda_plan_embedding": (i, (p, p, p)),
         "mxfp8_cuda_plan_grouped": (i, (p, p, p)),
-        "mxfp8_cuda_continue": (i, (p, p)),
+        "mxfp8_cuda_run": (i, (p, p)),
         "mxfp8_cuda_swizzled_bytes": (n, (n, n)),
         "mxfp8_cuda_kernel": (t, (i,)),
         "mxfp8_cuda_route_at": (p, (i,)),

@@ -1,4 +1,5 @@
-// cuBLASLt on the CPU: what libmxfp8_ops uses of it, for MXFP8 operands. It checks each call and sums in double.
+// cuBLASLt on the CPU: what libmxfp8_ops uses of it, for operands of MXFP8 and bfloat16. It checks each call and sums in
+// double.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -27,12 +28,22 @@ struct Heuristic {
 constexpr int kSuccess = 0, kInvalidValue = 7, kNotSupported = 15;
 constexpr uint64_t kAlgorithm = 0xA1;
 constexpr size_t kWorkspace = 1024;
+constexpr int kBfloat16 = 14;
 
 std::mutex mutex;
 std::vector<Call> calls;
 int live, questions;
 
-double element(int type, uint8_t code) {
+double element(int type, const uint8_t* from, uint64_t index) {
+  if (type == kBfloat16) {
+    uint16_t half;
+    std::memcpy(&half, from + 2 * index, 2);
+    const uint32_t bits = uint32_t(half) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+  }
+  const uint8_t code = from[index];
   const int mantissa_bits = type == 28 ? 3 : 2, bias = type == 28 ? 7 : 15;
   const int exponent = (code & 127) >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
   if (type == 28 ? (code & 127) == 127 : exponent == 31) return mantissa == 0 && type == 29 ? INFINITY : NAN;
@@ -43,6 +54,7 @@ double element(int type, uint8_t code) {
 
 // cuBLAS documentation, "1D Block Scaling Factors Layout".
 double scale(const uint8_t* scales, uint64_t row, uint64_t block, uint64_t k) {
+  if (scales == nullptr) return 1;
   const uint64_t across = (k / 32 + 3) / 4, tile = row / 128 * across + block / 4;
   const int code = scales[tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4];
   return code == 255 ? NAN : std::ldexp(1.0, code - 127);
@@ -52,7 +64,7 @@ void store(void* to, uint64_t index, int type, double sum) {
   const float value = float(sum);
   if (type == 0) static_cast<float*>(to)[index] = value;
   if (type == 2) static_cast<_Float16*>(to)[index] = _Float16(value);
-  if (type != 14) return;
+  if (type != kBfloat16) return;
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   if (!std::isnan(value)) bits += 0x7FFF + (bits >> 16 & 1);  // to nearest even
@@ -79,17 +91,29 @@ int set(void* object, int attribute, const void* value, size_t size, size_t expe
   return kSuccess;
 }
 
+// Whether a description is that of a product of operands of these types.
+bool describes(std::map<int, int64_t>& description, int b_type, int x_type) {
+  const bool scaled = b_type != kBfloat16;
+  if (scaled == (x_type == kBfloat16) || description[3] != 1) return false;
+  for (const int mode : {31, 32}) {
+    if (description[mode] != (scaled ? 2 : 0)) return false;
+  }
+  return (description[17] != 0) == scaled && (description[18] != 0) == scaled;
+}
+
 }  // namespace
 
 extern "C" {
 
-int refusal;  // 1: no status of success; 2: no algorithm
+int refusal;                              // of FP8: 1: no status of success; 2: no algorithm
+int failure;                              // status of products, unless it is 0
+void (*observe)(int b_type, int y_type);  // called for each product, unless it is null
 
 size_t call_count() { return calls.size(); }
 const Call* call(size_t i) { return &calls[i]; }
 int live_objects() { return live; }
 int question_count() { return questions; }
-void start() { calls.clear(), refusal = questions = 0; }
+void start() { calls.clear(), refusal = failure = questions = 0; }
 
 size_t cublasLtGetVersion() { return 130100; }
 const char* cublasLtGetStatusName(int status) {
@@ -128,12 +152,15 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void* product, void* b, void* x
   auto& description = static_cast<Object*>(product)->attributes;
   ++questions;
   if (handle != &calls || c != d || most != 1 || b == nullptr || x == nullptr) return kInvalidValue;
-  if (wishes != std::map<int, int64_t>{{1, 32 << 20}, {5, 16}, {6, 16}, {7, 16}, {8, 16}}) return kInvalidValue;
-  if (description[3] != 1 || description[31] != 2 || description[32] != 2) return kInvalidValue;
-  if (description[17] == 0 || description[18] == 0) return kInvalidValue;
-  if (refusal == 1) return kNotSupported;
-  *count = refusal == 2 ? 0 : 1;
-  *found = {{kAlgorithm}, kWorkspace, kSuccess, 1, {}};
+  const int64_t alignment = wishes[5];
+  const std::map<int, int64_t> expected = {{1, 32 << 20}, {3, 2}, {5, alignment}, {6, alignment},
+                                           {7, alignment}, {8, alignment}};
+  if (wishes != expected || (alignment != 16 && alignment != 2)) return kInvalidValue;
+  if (!describes(description, static_cast<Object*>(b)->type, static_cast<Object*>(x)->type)) return kInvalidValue;
+  const int refused = static_cast<Object*>(b)->type == kBfloat16 ? 0 : refusal;
+  if (refused == 1) return kNotSupported;
+  *count = refused == 2 ? 0 : 1;
+  *found = {{kAlgorithm, uint64_t(alignment)}, kWorkspace, kSuccess, 1, {}};
   return kSuccess;
 }
 
@@ -146,8 +173,11 @@ int cublasLtMatmul(void* handle, void* product, const float* one, const uint8_t*
   const uint64_t n = bl.columns, m = xl.columns, k = bl.rows;
   if (handle != &calls || *one != 1 || *zero != 0 || c != d || c_layout != d_layout) return kInvalidValue;
   if (*algorithm != kAlgorithm || bytes != kWorkspace || workspace == nullptr) return kInvalidValue;
-  if (xl.rows != k || dl.rows != n || dl.columns != m || n % 16 != 0 || k % 32 != 0) return kInvalidValue;
-  if (description[3] != 1 || description[31] != 2 || description[32] != 2) return kInvalidValue;
+  if (xl.rows != k || dl.rows != n || dl.columns != m || !describes(description, bl.type, xl.type)) return kInvalidValue;
+  if (bl.type != kBfloat16 && (n % 16 != 0 || k % 32 != 0)) return kInvalidValue;
+  for (const void* operand : {static_cast<const void*>(x), static_cast<const void*>(b), static_cast<const void*>(d)}) {
+    if (reinterpret_cast<uint64_t>(operand) % algorithm[1] != 0) return kInvalidValue;
+  }
   const auto *b_scales = reinterpret_cast<const uint8_t*>(description[17]),
              *x_scales = reinterpret_cast<const uint8_t*>(description[18]);
   std::memset(workspace, 0x55, bytes);  // what else lay there is lost
@@ -155,12 +185,14 @@ int cublasLtMatmul(void* handle, void* product, const float* one, const uint8_t*
     for (uint64_t j = 0; j < n; ++j) {
       double sum = 0;
       for (uint64_t t = 0; t < k; ++t) {
-        sum += element(xl.type, x[i * k + t]) * scale(x_scales, i, t / 32, k) * element(bl.type, b[j * k + t]) *
+        sum += element(xl.type, x, i * k + t) * scale(x_scales, i, t / 32, k) * element(bl.type, b, j * k + t) *
                scale(b_scales, j, t / 32, k);
       }
       store(d, i * n + j, dl.type, sum);
     }
   }
+  if (failure != 0) return failure;
+  if (observe != nullptr) observe(bl.type, dl.type);
   const std::lock_guard<std::mutex> lock(mutex);
   calls.push_back({int64_t(m), int64_t(n), int64_t(k), xl.type, bl.type, dl.type, reinterpret_cast<int64_t>(stream)});
   return kSuccess;

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +13,13 @@ import compiled
 import pytest
 
 from mxfp8_ops import formats
-from mxfp8_ops.cuda import loader
 
-_NAMES = {row.cuda_data_type: row.name for row in formats.DTYPES.values()}
+NAMES = {row.cuda_data_type: row.name for row in formats.DTYPES.values()}
 STATUS, NO_ALGORITHM = 1, 2
-"""How the library refuses a product."""
+"""How the library refuses products of FP8."""
+
+OBSERVE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int)
+LOADED: list[CublasLt] = []
 
 
 class Call(NamedTuple):
@@ -30,16 +33,25 @@ class Call(NamedTuple):
 
 
 class CublasLt:
-    """The library, in a file of its own: the native library remembers the answers of a file."""
+    """A file of the library."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path).encode()
         self.library = ctypes.CDLL(str(path))
         self.library.call.restype = ctypes.POINTER(ctypes.c_int64 * 7)
         self.library.start()
+        LOADED.append(self)
 
     def refuse(self, how: int) -> None:
         ctypes.c_int.in_dll(self.library, "refusal").value = how
+
+    def fail(self, status: int) -> None:
+        """Makes products fail."""
+        ctypes.c_int.in_dll(self.library, "failure").value = status
+
+    def observe(self, function: Callable[[int, int], None]) -> None:
+        """Calls a ctypes function with cudaDataType of b and y at each product."""
+        ctypes.c_void_p.in_dll(self.library, "observe").value = ctypes.cast(function, ctypes.c_void_p).value
 
     @property
     def questions(self) -> int:
@@ -51,22 +63,29 @@ class CublasLt:
         calls = []
         for i in range(self.library.call_count()):
             m, n, k, *types, stream = self.library.call(i)[0]
-            x, b, y = (_NAMES[each] for each in types)
+            x, b, y = (NAMES[each] for each in types)
             calls.append(Call((m, n, k), (x, b, y), stream))
         return calls
 
 
+def file() -> bytes | None:
+    """Returns the file of the library on emulated machines."""
+    return shared().path
+
+
 @functools.cache
-def _built() -> bytes:
+def shared() -> CublasLt:
+    """Returns the library of tests that use no fixture."""
     source = (Path(__file__).parent / "cublaslt_emulation.cpp").read_text()
-    return compiled.library("cublaslt", source, ("-Wall", "-Wextra")).read_bytes()
+    return CublasLt(compiled.library("cublaslt", source, ("-Wall", "-Wextra")))
 
 
 @pytest.fixture
 def cublaslt(monkeypatch: Any, tmp_path: Path) -> Iterator[CublasLt]:
+    """The library in a file of its own: libmxfp8_ops remembers the answers of a file."""
     path = tmp_path / "libcublasLt.so.13"
-    path.write_bytes(_built())
+    path.write_bytes(Path(shared().path.decode()).read_bytes())
     lt = CublasLt(path)
-    monkeypatch.setattr(loader, "cublaslt", lambda: lt.path)
+    monkeypatch.setattr(sys.modules[__name__], "file", lambda: lt.path)
     yield lt
     assert lt.library.live_objects() == 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import cublaslt_emulation
 import cuda_emulation
 import pytest
 
@@ -145,6 +146,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, stream: int = THREAD_STREAM) -> Ite
     monkeypatch.setattr(cuda_device, "current", current)
     monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(cuda_loader, "DRIVER", str(gpu.path))
+    monkeypatch.setattr(cuda_loader, "cublaslt", lambda: cublaslt_emulation.file())  # noqa: PLW0108 - tests replace it
     cuda_loader.connect.cache_clear()
     gpu.start(stream)
     yield gpu

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import compiled
-import ml_dtypes
+import cublaslt_emulation
 import numpy as np
 import pytest
 
@@ -70,15 +70,6 @@ def matrix(address: int, dtype: Any, *shape: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
 
 
-def multiply(x: int, w: int, y: int, sizes: tuple[int, int, int], dtype: str) -> None:
-    """Writes y [M, N] = x [M, K] times w [N, K] transposed, as cuBLAS does: bfloat16 operands, float32 sums."""
-    m, n, k = sizes
-    result = matrix(y, numerics.value_dtype(dtype), m, n)
-    with np.errstate(over="ignore", invalid="ignore"):
-        left, right = (matrix(at, ml_dtypes.bfloat16, rows, k).astype(np.float64) for at, rows in ((x, m), (w, n)))
-        result[:] = (left @ right.T).astype(np.float32).astype(result.dtype)
-
-
 _EMULATE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 """`emulate` of the library of kernels."""
 
@@ -101,6 +92,7 @@ class EmulatedDevice:
         # Alive as long as the device: the driver and the native library call them.
         self._callbacks = (
             _EMULATE(self._launched),
+            cublaslt_emulation.OBSERVE(self._multiplied),
             loader._Loader(loader._GPU(self._gpu), loader._KERNELS(self._kernels), loader._WARN(loader._warn)),
         )
 
@@ -111,7 +103,7 @@ class EmulatedDevice:
 
     def connect(self) -> None:
         """Makes this the GPU that the native library launches on."""
-        function, callbacks = self._callbacks
+        function, _, callbacks = self._callbacks
         driver = ctypes.CDLL(str(driver_library()))
         driver.start.argtypes = (_EMULATE, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int)
         driver.start(function, ctypes.cast(self.library.parameters, ctypes.c_void_p), 0, 0)
@@ -134,8 +126,14 @@ class EmulatedDevice:
 
     def _gpu(self, index: int, gpu: Any, message: int, size: int) -> int:
         gpu[0].context, gpu[0].processors, gpu[0].capability = 1, self.processors, 90
-        gpu[0].cublaslt = loader.cublaslt()
+        gpu[0].cublaslt = cublaslt_emulation.file()
+        for lt in cublaslt_emulation.LOADED:
+            lt.observe(self._callbacks[1])
         return 0
+
+    def _multiplied(self, b_type: int, y_type: int) -> None:
+        b, y = (cublaslt_emulation.NAMES[each] for each in (b_type, y_type))
+        self.launched.append(f"matmul_{'bf16' if b == 'bfloat16' else 'fp8'} {y}")
 
     def _kernels(self, _index: int, count: int, kernels: Any, functions: Any, *_: int) -> int:
         for i in range(count):
@@ -149,10 +147,6 @@ class EmulatedDevice:
         self.ever_launched.add(kernel)
         values = (ctypes.c_uint64 * len(arguments))(*arguments)
         assert self.library.emulate(self.indices[kernel], grid, 256, values) == 0
-
-    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
-        self.launched.append(f"matmul_bf16 {dtype}")
-        multiply(x, w, y, sizes, dtype)
 
 
 @functools.cache
@@ -189,14 +183,14 @@ def plan_gemm(
     address: int = 1 << 20,
     capability: tuple[int, int] = (9, 0),
     processors: int = 132,
-    libraries: int = planner.CUBLAS,
+    cublaslt: int = planner.BFLOAT16_PRODUCTS,
     kept: bool = False,
     inexact: int = 1 << 20,
     forced: bool = True,
 ) -> planner.Plan:
     """Plans a product y [M, N] of kinds (x, b, y) on operands at one address, under the choices of `dispatch`."""
     on = types.SimpleNamespace(capability=capability, processors=processors)
-    place = dispatch.place(on, libraries)
+    place = dispatch.place(on, cublaslt)
     operands = (address, address if kinds[0] in formats.ELEMENT_FORMATS else 0, address, address, 0, 1 << 20)
     product = planner.Gemm(*map(CODES.__getitem__, kinds), *operands, *sizes)
     wide = (1 << 20, inexact) if kept else (0, 0)

@@ -90,37 +90,9 @@ const char* cudaGetErrorName(int status) { return cudaGetErrorString(status); }
 
 #ifdef LIBCUBLAS
 
-int products, mode = 3, mode_of_product;
 void* stream_of_handle;
 
 int cublasCreate_v2(void** handle) { return *handle = malloc(64), 0; }
 int cublasSetStream_v2(void* handle, void* stream) { return stream_of_handle = stream, 0; }
-int cublasGetMathMode(void* handle, int* out) { return *out = mode, 0; }
-int cublasSetMathMode(void* handle, int in) { return mode = in, 0; }
-
-static float value(uint16_t bits) {
-  const uint32_t wide = (uint32_t)bits << 16;
-  float result;
-  memcpy(&result, &wide, 4);
-  return result;
-}
-
-// bfloat16 operands, the first transposed; a float32 result.
-int cublasGemmEx(void* handle, int ta, int tb, int m, int n, int k, const float* alpha, const uint16_t* a, int a_type,
-                 int lda, const uint16_t* b, int b_type, int ldb, const float* beta, float* c, int c_type, int ldc,
-                 int compute, int algorithm) {
-  if (ta != 1 || tb != 0 || a_type != 14 || b_type != 14 || c_type != 0 || compute != 68) return 15;
-  if (*alpha != 1 || *beta != 0) return 7;
-  for (int j = 0; j < n; ++j) {
-    for (int i = 0; i < m; ++i) {
-      double sum = 0;
-      for (int t = 0; t < k; ++t) sum += (double)value(a[(long)i * lda + t]) * value(b[(long)j * ldb + t]);
-      c[(long)j * ldc + i] = (float)sum;
-    }
-  }
-  ++products;
-  mode_of_product = mode;
-  return 0;
-}
 
 #endif

@@ -46,7 +46,6 @@ def stand_in() -> types.SimpleNamespace:
         cuda=types.SimpleNamespace(
             runtime=runtime,
             get_current_stream=lambda: types.SimpleNamespace(ptr=0),
-            device=types.SimpleNamespace(get_cublas_handle=lambda: 77),
             set_allocator=lambda allocator: None,
         ),
     )

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import cuda_emulation
 import numpy as np
 
 from mxfp8_ops import contract, native, numerics
 
 LEGACY_STREAM = 0
-STREAM, CUBLAS, DEFAULT_MEMORY, MEMORY_INFO, ALLOCATOR = 0x57, 0xCB, 0, 0x3E, 0xA1
+STREAM, DEFAULT_MEMORY, MEMORY_INFO, ALLOCATOR = 0x57, 0, 0x3E, 0xA1
 HANDLE, SIZE, OUT = c_void_p, POINTER(c_size_t), POINTER(c_void_p)
 
 # OrtCustomOp: where its functions stand, counting `version` as the first.
@@ -81,11 +80,9 @@ class NodeError(Exception):
 class CudaProvider:
     """Registers the library for device "cuda" and runs single nodes on a GPU of its own making."""
 
-    def __init__(
-        self, library: Path, driver: Memory, *, stream: int = STREAM, cublas: int = CUBLAS, keep_wide: bool = False
-    ) -> None:
+    def __init__(self, library: Path, driver: Memory, *, stream: int = STREAM, keep_wide: bool = False) -> None:
         self.options = {b"mxfp8.device": "cuda", **({b"mxfp8.keep_wide": "1"} if keep_wide else {})}
-        self.driver, self.stream, self.cublas, self.gpu = driver, stream, cublas, 0
+        self.driver, self.stream, self.gpu = driver, stream, 0
         self.library = ctypes.CDLL(str(library))
         self.domains = _DOMAINS.setdefault(library, [])
         self.ops: list[Any] = []  # those of the domain it registers
@@ -325,50 +322,7 @@ class CudaProvider:
 
         gives(193, HANDLE, OUT)(lambda context: self.stream)
 
-        @entry(265, HANDLE, c_int, c_int, OUT)
-        def resource(context: int, version: int, which: int, out: Any) -> int:
-            assert (version, which) == (3, 10002)
-            out[0] = self.cublas or None
-            return 0 if self.cublas else fail(2, b"no such resource")
-
 
 def dtype_of(code: int) -> np.dtype:
     name = contract.VALUE_NAMES.get(code)
     return np.dtype(np.uint8) if name is None else np.dtype(numerics.value_dtype(name))
-
-
-class Cublas:
-    """cublasGemmEx, cublasGetMathMode and cublasSetMathMode on host memory: bfloat16 operands, column-major."""
-
-    def __init__(self) -> None:
-        self.mode = 3
-        self.modes: list[int] = []
-        self.status = 0
-        i, p = c_int, c_void_p
-        scalar = POINTER(c_float)
-        gemm = CFUNCTYPE(i, p, i, i, i, i, i, scalar, p, i, i, p, i, i, scalar, p, i, i, i, i)
-        self.functions = {
-            "cublasGemmEx": gemm(self._gemm),
-            "cublasGetMathMode": CFUNCTYPE(i, p, POINTER(i))(self._get),
-            "cublasSetMathMode": CFUNCTYPE(i, p, i)(self._set),
-        }
-
-    def addresses(self) -> dict[str, int]:
-        return {name: cast(function, c_void_p).value or 0 for name, function in self.functions.items()}
-
-    def _get(self, handle: int, out: Any) -> int:
-        assert handle == CUBLAS
-        out[0] = self.mode
-        return 0
-
-    def _set(self, handle: int, mode: int) -> int:
-        self.mode = mode
-        self.modes.append(mode)
-        return 0
-
-    def _gemm(self, *arguments: Any) -> int:
-        handle, ta, tb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, _ = arguments
-        assert (handle, self.mode, ta, tb, a_type, b_type, compute) == (CUBLAS, 16, 1, 0, 14, 14, 68)
-        assert (alpha[0], beta[0], lda, ldb, ldc) == (1, 0, k, k, m)
-        cuda_emulation.multiply(b, a, c, (n, m, k), "float32" if c_type == 0 else "bfloat16")
-        return self.status

@@ -162,6 +162,6 @@ def test_gradients_are_the_products_of_the_reference():
 
 
 def test_shapes_above_are_what_the_table_sends_there():
-    libraries = planner.CUBLAS | planner.CUBLASLT
-    chosen = route(("e4m3", "e4m3"), (300, 256, 4096), capability=CAPABILITY, libraries=libraries)
+    products = planner.BFLOAT16_PRODUCTS | planner.BLOCK_SCALED_PRODUCTS
+    chosen = route(("e4m3", "e4m3"), (300, 256, 4096), capability=CAPABILITY, cublaslt=products)
     assert chosen == ("block_scaled" if CAPABILITY >= (10, 0) else "large")

@@ -33,8 +33,8 @@ def test_the_route_follows_the_kind_the_rows_and_the_alignment(expected, rows):
         assert chosen(kind, m, **options, **unusual[rest[0]] if rest else {}) == expected, (kind, m, rest)
 
 
-def test_without_cublas_products_go_in_slices_where_they_can():
-    none = {"libraries": 0}
+def test_without_cublaslt_products_go_in_slices_where_they_can():
+    none = {"cublaslt": 0}
     assert chosen(m=65, **none) == chosen("e5m2", 1000, **none) == chosen("int8", 99, b_kind="int8", **none) == "slices"
     assert chosen(m=64, **none) == "skinny"
     assert chosen("float32", 22, **none) == "parts"
@@ -42,10 +42,17 @@ def test_without_cublas_products_go_in_slices_where_they_can():
         assert chosen(m=65, **none, **other) == chosen("float16", 65, k=40, **none) == "float32"
 
 
-def test_library_routes_are_taken_only_by_those_who_bring_the_library():
-    both = {"kind": "e4m3", "m": 100, "n": 64, "libraries": planner.CUBLAS | planner.CUBLASLT, "capability": (10, 0)}
+def test_products_of_cublaslt_are_taken_only_if_it_may_do_them():
+    products = planner.BFLOAT16_PRODUCTS | planner.BLOCK_SCALED_PRODUCTS
+    both = {"kind": "e4m3", "m": 100, "n": 64, "cublaslt": products, "capability": (10, 0)}
     assert chosen(**both) == chosen(**both | {"kind": "e5m2", "capability": (12, 0)}) == "block_scaled"
-    changes = [{"capability": (9, 0)}, {"libraries": planner.CUBLAS}, {"n": 40}, {"b_kind": "e5m2"}, {"k": 40}]
+    changes = [
+        {"capability": (9, 0)},
+        {"cublaslt": planner.BFLOAT16_PRODUCTS},
+        {"n": 40},
+        {"b_kind": "e5m2"},
+        {"k": 40},
+    ]
     changes += [{"kind": "bfloat16"}, {"address": 8}, {"kind": "int8", "b_kind": "int8"}]
     for change in changes:
         assert chosen(**both | change) == "large", change
@@ -85,7 +92,7 @@ def test_what_is_empty_or_known_to_be_exact_has_fewer_steps():
 def test_an_unknown_code_is_refused_and_never_taken_for_another(field):
     codes = {"x_kind": planner.CODES["e4m3"], "b_kind": planner.CODES["e5m2"], "y_dtype": planner.CODES["float32"]}
     product = planner.Gemm(**codes, x=16, x_scales=16, b=16, b_scales=16, bias=0, y=16, m=3, n=16, k=64)
-    place = planner.Place(90, 132, planner.CUBLAS)
+    place = planner.Place(90, 132, planner.BFLOAT16_PRODUCTS)
     assert planner.gemm(place, product).route == 0
     for code in {0, 2, 18, 20, -1, *({1, 10, 16} if field == "b_kind" else {17, 19} if field == "y_dtype" else ())}:
         with pytest.raises(ShapeError, match=f"gemm: .*{code}( on CUDA)?; expected"):

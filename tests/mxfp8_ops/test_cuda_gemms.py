@@ -51,7 +51,7 @@ def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, wide=Fals
     kinds = (CODES[x_kind], CODES[fmt], CODES[dtype])
     activations = CODES["bfloat16" if rounds else "float32"]
     product = planner.Gemm(*kinds, *at, y.ctypes.data, m, n, k, *kept[:2], activation_dtype=activations)
-    execution.run(planner.gemm(dispatch.place(on, planner.CUBLAS), product), to)
+    execution.run(planner.gemm(dispatch.place(on, planner.BFLOAT16_PRODUCTS), product), to)
     actual = y.view(numerics.value_dtype(dtype)).reshape(m, n)
     assert_within(actual, expected, bound, f"{m}x{n}x{k} {x_kind} {fmt} {dtype} {on.launched}")
     return [name.partition("<")[0] for name in on.launched]
@@ -240,7 +240,7 @@ def test_large_gemm_repairs_what_bfloat16_cannot_hold(x_kind, fmt):
 
 @WIDE_KINDS
 def test_gemm_by_parts(x_kind, fmt):
-    """By gemm_skinny alone, by bfloat16_parts and cuBLAS, and where K is no multiple of 32."""
+    """By gemm_skinny alone, by bfloat16_parts and cuBLASLt, and where K is no multiple of 32."""
     sizes = ((21, 20, 160), (33, 40, 96), (70, 40, 96), (3, 7, 37))
     for (m, n, k), dtype in zip(sizes, itertools.cycle(DTYPES)):
         names = check_gemm(m, n, k, x_kind, fmt, dtype, bias=n != 40)

@@ -371,7 +371,7 @@ def test_an_array_may_lie_in_memory_in_any_way(form):
 
 # --- the planner -----------------------------------------------------------------------------------------------------
 
-PLACE = planner.Place(90, 132, planner.CUBLAS)
+PLACE = planner.Place(90, 132, planner.BFLOAT16_PRODUCTS)
 GEMM = planner.Gemm(16, E4M3, FLOAT32, x=256, x_scales=0, b=256, b_scales=256, bias=0, y=256, m=3, n=16, k=64)
 
 
@@ -402,9 +402,7 @@ def test_the_planner_takes_no_null_for_a_struct_and_no_size_that_cannot_be():
     for entry in ("quantize", "embedding"):
         assert getattr(library, f"mxfp8_cuda_plan_{entry}")(None, None, byref(plan)) == -1
         assert library.mxfp8_last_error(0).decode().startswith(f"{entry} is NULL; expected the address of a struct")
-    assert (
-        library.mxfp8_cuda_plan_embedding(bytes(80), None, None) == library.mxfp8_cuda_continue(None, byref(plan)) == -1
-    )
+    assert library.mxfp8_cuda_plan_embedding(bytes(80), None, None) == library.mxfp8_cuda_run(None, byref(plan)) == -1
     for rows, k in ((1, -1), (2**62, 2**62)):
         with pytest.raises(ShapeError, match="swizzled_bytes: "):
             planner.swizzled_bytes(rows, k)

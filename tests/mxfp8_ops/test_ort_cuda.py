@@ -6,19 +6,22 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import cublaslt_emulation
 import numpy as np
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
+from cublaslt_emulation import cublaslt
 from cuda_driver_emulation import Driver, machine
 from cuda_emulation import FORMATS, products
 from grids import looped
 from grouped_cases import CASES, Case
-from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, NodeError, own_library
+from ort_emulation import LEGACY_STREAM, STREAM, CudaProvider, NodeError, own_library
 
 from mxfp8_ops import contract, numerics, numpy_nodes
 from mxfp8_ops.cuda import loader as cuda_loader
 from mxfp8_ops.cuda.planner import CODES
 
+__all__ = ["cublaslt"]
 pytestmark = pytest.mark.cuda
 
 UINT8 = contract.UINT8
@@ -36,14 +39,7 @@ def gpu(monkeypatch) -> Iterator[Driver]:
 
 
 @pytest.fixture
-def cublas(monkeypatch) -> Cublas:
-    cublas = Cublas()
-    monkeypatch.setattr(cuda_loader, "_cublas", cublas.addresses)
-    return cublas
-
-
-@pytest.fixture
-def provider(gpu, cublas) -> Iterator[CudaProvider]:
+def provider(gpu) -> Iterator[CudaProvider]:
     gpu.start(STREAM)
     provider = CudaProvider(own_library(), gpu)
     cuda_loader.give(provider.library)
@@ -179,7 +175,7 @@ def test_gemms(provider, kinds):
 
 
 @looped("dtype, bias", [*itertools.product(contract.VALUE_NAMES.values(), (False, True))])
-def test_many_rows_go_through_cublas_and_are_repaired(provider, gpu, cublas, dtype, bias):
+def test_many_rows_go_through_cublaslt_and_are_repaired(provider, gpu, dtype, bias):
     freed = provider.freed
 
     def edge(a, b):
@@ -194,12 +190,11 @@ def test_many_rows_go_through_cublas_and_are_repaired(provider, gpu, cublas, dty
         operands = 1 + (kind == "e4m3")
         finish = ["finish"] if bias or dtype == "float16" else []
         assert names == ["dequantize"] * operands + finish + ["gemm_float32"]
-        assert cublas.modes[-2:] == [16, 3], "the math mode was not restored"
     assert provider.freed == freed + 2
 
 
 @pytest.fixture
-def keeping(gpu, cublas) -> Iterator[CudaProvider]:
+def keeping(gpu) -> Iterator[CudaProvider]:
     """A provider whose nodes keep constant weights; a library has one table of overloads, so this has its own."""
     before = gpu.allocations
     provider = CudaProvider(own_library("keeping"), gpu, keep_wide=True)
@@ -230,23 +225,28 @@ def test_constant_weights_are_kept_in_bfloat16(keeping, gpu, kind, fmt):
         assert names.count("dequantize") == (quantized and m == 70)
 
 
-def test_only_constant_matrices_are_kept_and_only_with_cublas(keeping, gpu, monkeypatch):
+def test_only_constant_matrices_are_kept_and_only_with_cublaslt(keeping, gpu, monkeypatch):
     kinds = ("bfloat16", "e4m3")
     for shape, constants in (((40, 64), frozenset()), ((40, 64), frozenset({1})), ((2, 40, 64), frozenset({1, 2}))):
         gpu.start(STREAM)
         check_gemm(keeping, ((*shape[:-2], 70, 64), shape), kinds, "float32", constants=constants)
         assert sources(gpu)[0] == "dequantize"
     gpu.start(LEGACY_STREAM)
-    monkeypatch.setattr(cuda_loader, "_cublas", dict)
-    with pytest.raises(NodeError, match=r"'the node': keep_wide needs cuBLAS, which is not loaded"):
+    monkeypatch.setattr(cublaslt_emulation, "file", lambda: None)
+    warning = pytest.warns(UserWarning, match=r"no cuBLASLt \(not found\); products of many rows take the next row")
+    with (
+        warning,
+        pytest.raises(NodeError, match=r"'the node': keep_wide needs products of cuBLASLt; expected nvidia"),
+    ):
         check_gemm(keeping, ((3, 64), (40, 64)), kinds, "float32", constants=frozenset({1, 2}))
 
 
 @looped("kind, dtype", [("bfloat16", "float32"), ("e4m3", "float16")])
-def test_many_rows_without_cublas_go_in_slices_and_a_long_k_is_split(gpu, monkeypatch, kind, dtype):
-    monkeypatch.setattr(cuda_loader, "_cublas", dict)
+@pytest.mark.filterwarnings("ignore:.*no cuBLASLt")
+def test_many_rows_without_cublaslt_go_in_slices_and_a_long_k_is_split(gpu, monkeypatch, kind, dtype):
+    monkeypatch.setattr(cublaslt_emulation, "file", lambda: None)
     gpu.start(STREAM)
-    provider = CudaProvider(own_library(), gpu, cublas=0)
+    provider = CudaProvider(own_library(), gpu)
     cuda_loader.give(provider.library)
     check_gemm(provider, ((150, 64), (40, 64)), (kind, "e5m2"), dtype)
     slices = [(launch.kernel.split(", ")[2][0], launch.parameters[6]) for launch in gpu.launches]
@@ -258,7 +258,7 @@ def test_many_rows_without_cublas_go_in_slices_and_a_long_k_is_split(gpu, monkey
     assert provider.freed == 1
 
 
-def test_what_cannot_run_is_an_error_of_the_node(provider, gpu, cublas, monkeypatch):
+def test_what_cannot_run_is_an_error_of_the_node(provider, gpu, cublaslt, monkeypatch):
     def run() -> None:
         provider.run(contract.QUANTIZE, [heavy_tailed((3, 64))], [contract.FLOAT])
 
@@ -270,10 +270,9 @@ def test_what_cannot_run_is_an_error_of_the_node(provider, gpu, cublas, monkeypa
         patch.setattr(gpu, "kernels", gpu.kernels[:3])
         with pytest.raises(NodeError, match=r"'the node': cuda: quantize_rows\.cu, .*, does not compile"):
             run()
-    cublas.status = 13
-    with pytest.raises(NodeError, match=r"'the node': GPU 0: cannot multiply: cuBLAS error 13; expected"):
+    cublaslt.fail(13)
+    with pytest.raises(NodeError, match=r"'the node': GPU 0: cannot multiply: cuBLASLt error 13; expected"):
         check_gemm(provider, ((70, 64), (40, 64)), ("bfloat16", "e4m3"), "float32")
-    assert cublas.modes == [16, 3]
     gpu.start(STREAM + 1)
     with pytest.raises(NodeError, match=r"'the node': GPU 0: cannot launch: CUDA error CUDA_ERROR_INVALID_CONTEXT; "):
         run()

@@ -6,11 +6,8 @@ of its provider on the real driver, real streams and the real cuBLAS.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import inspect
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,29 +160,15 @@ class CupyMemory:
         return bytes(self.held[address].get()) if size else b""
 
 
-def cublas_functions() -> dict[str, int]:
-    """Returns the functions of the cuBLAS that CuPy has loaded."""
-    for name in ("libcublas.so.13", "libcublas.so.12"):
-        with contextlib.suppress(OSError):
-            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-            return {
-                name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in cuda_loader._CUBLAS
-            }
-    pytest.skip("CuPy has loaded no cuBLAS that is found by its name")
-
-
-@pytest.fixture(params=["cublas", "no cublas"])
+@pytest.fixture(params=["cublaslt", "no cublaslt"])
 def provider(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaProvider]:
     import cupy
-    from cupy_backends.cuda.libs import cublas
 
-    stream, handle = cupy.cuda.Stream(non_blocking=True), 0
-    if request.param == "cublas":
-        handle = cupy.cuda.device.get_cublas_handle()
-        cublas.setStream(handle, stream.ptr)
-        monkeypatch.setattr(cuda_loader, "_cublas", cublas_functions)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    if request.param == "no cublaslt":
+        monkeypatch.setattr(cuda_loader, "cublaslt", lambda: None)
     memory = CupyMemory()
-    provider = CudaProvider(own_library(), memory, stream=stream.ptr, cublas=handle)
+    provider = CudaProvider(own_library(), memory, stream=stream.ptr)
     cuda_loader.give(provider.library)
     yield provider
     assert not memory.held

@@ -160,11 +160,11 @@ def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
     monkeypatch.setattr(cuda_device, "device", cuda_device.CudaDevice)
     monkeypatch.setattr(build, "cubin", lambda source, kernel, arch: f"{source} {kernel} {arch}".encode())
     monkeypatch.setattr(build, "entry", lambda code: "entry")
-    monkeypatch.setattr(cuda_loader, "_cublas", lambda: {"cublasGemmEx": 0xCB})
+    monkeypatch.setattr(cuda_loader, "cublaslt", lambda: b"libcublasLt.so.13")
     gpu, function, message = cuda_loader._Gpu(), ctypes.c_void_p(), ctypes.create_string_buffer(100)
     loader, names, buffer = cuda_loader._LOADER, (ctypes.c_char_p * 1)(b"finish<true>"), ctypes.addressof(message)
     assert loader.gpu(2, ctypes.byref(gpu), buffer, 100) == 0
-    assert (gpu.context, gpu.processors, gpu.cublasGemmEx, gpu.cublasSetMathMode) == (0xC0, 132, 0xCB, None)
+    assert (gpu.context, gpu.processors, gpu.cublaslt) == (0xC0, 132, b"libcublasLt.so.13")
     assert gpu.capability == 90
     assert loader.kernels(2, 1, names, ctypes.byref(function), buffer, 100) == 0
     assert function.value == 0xF00

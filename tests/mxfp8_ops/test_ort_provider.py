@@ -1,4 +1,4 @@
-"""Device "cuda" in onnxruntime-gpu, without a GPU: its real provider on an emulated CUDA runtime, cuBLAS and driver.
+"""Device "cuda" in onnxruntime-gpu, without a GPU: its real provider on an emulated CUDA runtime, cuBLASLt and driver.
 
 One slow test installs onnxruntime-gpu, builds the emulation, and runs the other tests of this file with both. Only our
 nodes compute there: kernels of ONNX Runtime do nothing.
@@ -25,6 +25,7 @@ from cuda_driver_emulation import ANY_STREAM, Driver, machine
 from ort_models import model, node
 
 from mxfp8_ops import contract, numpy_nodes, ort
+from mxfp8_ops.cuda import loader, system
 
 RELEASES = ("1.23.2", "1.31.1")
 """One for CUDA 12, one for CUDA 13."""
@@ -35,22 +36,25 @@ HERE = Path(__file__).parent
 
 
 def build(provider: Path, folder: Path) -> None:
-    """Builds what the provider is linked with: what cuda_runtime_emulation.c has, and stubs for all the rest."""
+    """Builds what the provider is linked with: what the emulations have, and stubs for all the rest."""
     symbols = subprocess.run(["nm", "-D", "--undefined-only", provider], check=True, capture_output=True, text=True)
     wanted = [line.split()[-1].partition("@") for line in symbols.stdout.splitlines()]
     linked = subprocess.run(["readelf", "-d", provider], check=True, capture_output=True, text=True).stdout
-    source = (HERE / "cuda_runtime_emulation.c").read_text()
     for library in re.findall(r"\(NEEDED\).*\[(lib(?:cu|nv).*)\]", linked):
         names = {name for name, _, of in wanted if of.strip("@") == library}
         if library == "libcuda.so.1":  # whose symbols have no versions
             names = {"cuInit", *(name for name, _, of in wanted if not of and name.startswith("cu"))}
+        cublaslt = library.startswith("libcublasLt")
+        source = (HERE / ("cublaslt_emulation.cpp" if cublaslt else "cuda_runtime_emulation.c")).read_text()
         stubs = [f"int {name}(void) {{ return 0; }}" for name in sorted(names) if f" {name}(" not in source]
-        (folder / "library.c").write_text("\n".join([source, *stubs]))
+        linkage = ('extern "C" {', "}") if cublaslt else ("", "")
+        (folder / "library").write_text("\n".join([source, linkage[0], *stubs, linkage[1]]))
         (folder / "versions").write_text(f"{library} {{ global: *; }};")
         options = ["-shared", "-fPIC", "-O2", f"-D{library.partition('.')[0].upper()}", f"-Wl,-soname,{library}"]
         if library != "libcuda.so.1":
             options.append(f"-Wl,--version-script={folder / 'versions'}")
-        subprocess.run(["gcc", *options, "-o", folder / library, folder / "library.c"], check=True)
+        compiler = ("g++", "-std=c++17", "-xc++") if cublaslt else ("gcc", "-xc")
+        subprocess.run([*compiler, *options, "-o", folder / library, folder / "library"], check=True)
 
 
 @pytest.mark.slow
@@ -74,6 +78,8 @@ def test_the_provider_on_an_emulated_gpu(release: str, tmp_path: Path) -> None:
 
 emulated = pytest.mark.skipif(EMULATED not in os.environ, reason="runs inside test_the_provider_on_an_emulated_gpu")
 WEIGHT = numpy_nodes.quantize(heavy_tailed((64, 64), 2))
+CUBLASLT = loader.cublaslt
+"""It finds the library that the provider has loaded."""
 
 
 class Runtime:
@@ -81,13 +87,17 @@ class Runtime:
 
     def __init__(self) -> None:
         folder = Path(os.environ["LD_LIBRARY_PATH"])
-        self.cudart, self.cublas = (
-            ctypes.CDLL(next(path.name for path in folder.glob(f"{name}.so.*"))) for name in ("libcudart", "libcublas")
+        self.cudart, self.cublas, self.cublaslt = (
+            ctypes.CDLL(next(path.name for path in folder.glob(f"{name}.so.*")))
+            for name in ("libcudart", "libcublas", "libcublasLt")
         )
 
     def __getattr__(self, name: str) -> int:
-        library = self.cublas if name in ("products", "mode", "mode_of_product") else self.cudart
-        return ctypes.c_int.in_dll(library, name).value
+        return ctypes.c_int.in_dll(self.cudart, name).value
+
+    @property
+    def products(self) -> int:
+        return int(self.cublaslt.call_count())
 
     @property
     def stream_of_handle(self) -> int:
@@ -97,6 +107,8 @@ class Runtime:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     with machine(monkeypatch, ANY_STREAM) as gpu:
+        monkeypatch.setattr(loader, "cublaslt", CUBLASLT)
+        monkeypatch.setattr(system, "driver_version", lambda: (13, 0))
         runtime = Runtime()
         for name in ("adopt", "disown"):
             function = ctypes.cast(getattr(gpu.library, name), ctypes.c_void_p)
@@ -123,7 +135,7 @@ def check(x: np.ndarray, y: np.ndarray) -> None:
 
 
 @emulated
-def test_nodes_run_on_the_provider_with_its_stream_and_its_cublas(gpu: Driver, runtime: Runtime) -> None:
+def test_nodes_run_on_the_provider_with_its_stream(gpu: Driver, runtime: Runtime) -> None:
     session = ort.session(square(), device="cuda")
     assert session.get_providers()[0] == "CUDAExecutionProvider"
     x, loaded = heavy_tailed((3, 64)), len(gpu.loaded)
@@ -132,7 +144,6 @@ def test_nodes_run_on_the_provider_with_its_stream_and_its_cublas(gpu: Driver, r
     x, products = heavy_tailed((70, 64)), runtime.products
     check(x, session.run(None, {"x": x})[0])
     assert runtime.products == products + 1
-    assert (runtime.mode_of_product, runtime.mode) == (16, 3)
     assert {launch.stream for launch in gpu.launches} == {runtime.stream_of_handle}
     assert runtime.stream_of_handle != 0
     assert (runtime.launches_of_others, len(gpu.loaded)) == (0, loaded)

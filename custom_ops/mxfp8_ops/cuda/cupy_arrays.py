@@ -127,7 +127,7 @@ def _gemm(
     bias = None if bias is None else cupy.ascontiguousarray(bias, np.float32)
     n, k = b[0].shape[-2:]
     codes = CODES[a_kind], CODES[b_format], CODES[dtype]
-    place = dispatch.place(queue.device, planner.CUBLAS | planner.CUBLASLT)
+    place = dispatch.place(queue.device)
     bias_at = 0 if bias is None else bias.data.ptr
 
     # With one weight for all rows, the leading dimensions of a are more rows of one product: b is decoded once.

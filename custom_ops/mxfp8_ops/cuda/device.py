@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
-
-import numpy as np
+from typing import Any
 
 from mxfp8_ops.cuda import build, system
-from mxfp8_ops.cuda.execution import Queue
 from mxfp8_ops.errors import BackendError
-from mxfp8_ops.formats import BFLOAT16, VALUE_DTYPES
-
-_DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
-"""cublasMath_t: partial sums of split-K stay in float32."""
-
-_WORKSPACE: Final = 32 << 20
-"""Bytes of workspace for cuBLAS, as NVIDIA recommends for Hopper and later."""
 
 
 def available() -> bool:
@@ -71,34 +60,6 @@ class CudaDevice:
         # Kernels by instance: each module is loaded once.
         self._functions: dict[str, Any] = {}
 
-    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
-        """Queues y = x w^T on cuBLAS: bfloat16 operands, float32 sums, y bfloat16 or float32."""
-        from cupy_backends.cuda.libs import cublas
-
-        # cuBLAS works on the thread's current device, even if its operands are on another one.
-        with current(self.index):
-            m, n, k = sizes
-            one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-            x_type, y_type = BFLOAT16.cuda_data_type, VALUE_DTYPES[dtype].cuda_data_type
-            library, handle = _cublas(), cupy_module().cuda.device.get_cublas_handle()
-            # This call has its own workspace: streams would share cuBLAS's workspace, and each CUDA graph would
-            # allocate one. It is set after the stream, because cublasSetStream resets the workspace.
-            memory, workspace = queue.allocate(_WORKSPACE)
-            cublas.check_status(library.cublasSetStream_v2(handle, queue.stream))
-            cublas.check_status(library.cublasSetWorkspace_v2(handle, workspace, _WORKSPACE))
-            cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
-            try:
-                # cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
-                status = library.cublasGemmEx(
-                    handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k, one.ctypes.data, w, x_type, k,
-                    x, x_type, k, zero.ctypes.data, y, y_type, n, cublas.CUBLAS_COMPUTE_32F,
-                    cublas.CUBLAS_GEMM_DEFAULT,
-                )  # fmt: skip
-                cublas.check_status(status)
-            finally:
-                cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
-            del memory  # alive until the product is queued
-
     def functions(self, kernels: Sequence[str]) -> list[Any]:
         """Returns kernels as CuPy functions; loads those that are used for the first time. The device must be current.
 
@@ -133,22 +94,6 @@ def _load(kernel: str, code: bytes) -> Any:
         advice = "update the driver, or install the NVRTC of its CUDA version"
         raise BackendError("cuda", what, expected="a kernel that loads", advice=advice) from error
     return module.get_function(build.entry(code))
-
-
-@functools.cache
-def _cublas() -> Any:
-    """Returns the cuBLAS library of CuPy. CuPy's own gemmEx cannot be captured in a CUDA graph (cupy/cupy#6290)."""
-    from cupy_backends.cuda.libs import cublas
-
-    library = ctypes.CDLL(cublas.__file__)  # the loader also searches the libraries that this module is linked with
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
-    library.cublasSetStream_v2.argtypes = (pointer, pointer)
-    library.cublasSetWorkspace_v2.argtypes = (pointer, pointer, ctypes.c_size_t)
-    library.cublasGemmEx.argtypes = (
-        pointer, *(integer,) * 5, pointer, pointer, integer, integer, pointer, integer, integer, pointer, pointer,
-        *(integer,) * 4,
-    )  # fmt: skip
-    return library
 
 
 @functools.cache

@@ -17,17 +17,17 @@ from mxfp8_ops.errors import BackendError
 _chosen: Final[list[dict[str, int]]] = []
 
 
-def place(gpu: Device, libraries: int) -> Place:
-    """Returns the planner's description of a device: its capability, its libraries, and the forced choices."""
-    plain = _place(gpu.capability, gpu.processors, libraries)
+def place(gpu: Device, cublaslt: int = planner.BFLOAT16_PRODUCTS | planner.BLOCK_SCALED_PRODUCTS) -> Place:
+    """Returns the planner's description of a device: capability, products that cuBLASLt may do, forced choices."""
+    plain = _place(gpu.capability, gpu.processors, cublaslt)
     # Usually nothing is forced: then the cached Place is used, without a new tuple.
     return plain._replace(**{k: v for fields in _chosen for k, v in fields.items()}) if _chosen else plain
 
 
 @functools.lru_cache
-def _place(capability: tuple[int, int], processors: int, libraries: int) -> Place:
+def _place(capability: tuple[int, int], processors: int, cublaslt: int) -> Place:
     major, minor = capability
-    return Place(10 * major + minor, processors, libraries)
+    return Place(10 * major + minor, processors, cublaslt)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Executes a plan of the planner on a device: allocates its scratch memory, and calls cuBLAS.
+"""Executes a plan of the planner on a device: allocates its scratch memory.
 
 It works on addresses, so it serves CuPy arrays, torch tensors and, in tests, host memory. The native library launches
 the kernels and calls cuBLASLt. No function waits for the device. ONNX Runtime executes the same plans without Python
@@ -11,19 +11,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from mxfp8_ops.cuda import planner
-from mxfp8_ops.cuda.planner import CODES, NAMES, Dequantize, Plan
+from mxfp8_ops.cuda.planner import CODES, Dequantize, Plan
 
 
 class Device(Protocol):
-    """The properties and products of a device that plans use."""
+    """The properties of a device that plans use."""
 
     index: int
     capability: tuple[int, int]
     processors: int
     """Number of multiprocessors."""
-
-    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
-        """Queues y = x w^T with x [M, K], w [N, K] bfloat16 and y bfloat16 or float32, summed in float32 throughout."""
 
 
 class Queue:
@@ -46,19 +43,15 @@ class WideWeight(NamedTuple):
 
 
 def run(plan: Plan, queue: Queue) -> None:
-    """Queues the remaining steps of a plan.
+    """Queues the steps of a plan, if they are not yet.
 
     Raises:
         BackendError: a launch fails.
     """
-    if plan.done == plan.count:
+    if plan.done or not plan.count:
         return
-    memory, scratch = queue.allocate(plan.scratch_bytes) if plan.scratch_bytes else (None, 0)
-    to = planner.queue(queue.device.index, queue.stream, scratch)
-    while (step := planner.proceed(plan, to)) is not None:
-        x, w, y, m, n, k, dtype = step.arguments
-        queue.device.matmul_bf16(x, w, y, (m, n, k), dtype=NAMES[dtype], queue=queue)
-        plan.done += 1
+    memory, scratch = queue.allocate(plan.scratch_bytes)
+    planner.run(plan, planner.queue(queue.device.index, queue.stream, scratch))
     # Alive until all steps are queued. Then it may be freed: allocators reuse it for later work of the stream only.
     del memory
 

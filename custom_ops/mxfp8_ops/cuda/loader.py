@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_size_t, c_void_p
-from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_ops import c_abi, native
@@ -22,17 +21,14 @@ from mxfp8_ops.cuda import build, device, system
 from mxfp8_ops.cuda.system import DRIVER
 from mxfp8_ops.errors import BackendError
 
-_CUBLAS: Final = ("cublasGemmEx", "cublasGetMathMode", "cublasSetMathMode")
-
 
 class _Gpu(Structure):
-    """The C struct `mxfp8_cuda_gpu`, with the functions of `_CUBLAS`."""
+    """The C struct `mxfp8_cuda_gpu`."""
 
     _fields_ = (
         ("context", c_void_p),
         ("processors", c_int),
         ("capability", c_int),
-        *((name, c_void_p) for name in _CUBLAS),
         ("cublaslt", c_char_p),
     )
 
@@ -94,8 +90,6 @@ def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
         with device.current(index) as gpu_device:
             gpu[0].context, gpu[0].processors = gpu_device.context(), gpu_device.processors
             gpu[0].capability = 10 * gpu_device.capability[0] + gpu_device.capability[1]
-        for name, function in _cublas().items():
-            setattr(gpu[0], name, function)
         gpu[0].cublaslt = cublaslt()
 
     return _answer(fill, message, size)
@@ -131,20 +125,3 @@ def cublaslt() -> bytes | None:
                 ctypes.CDLL(path, mode=mode)
                 return path.encode()
     return None
-
-
-def _cublas() -> dict[str, int]:
-    """Returns the addresses of the functions `_CUBLAS` in the cuBLAS of ONNX Runtime's CUDA provider.
-
-    The result is empty if the provider is not loaded. It is loaded while a session with it opens.
-    """
-    # A process with PyTorch or CuPy alone does not need these functions, and may not have the provider.
-    onnxruntime = sys.modules.get("onnxruntime")
-    if onnxruntime is None or onnxruntime.__file__ is None or sys.platform == "win32":
-        return {}
-    path = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
-    with contextlib.suppress(OSError, AttributeError):  # AttributeError: no cuBLAS
-        # RTLD_NOLOAD takes the loaded cuBLAS. A second cuBLAS would crash on the handles of the first.
-        provider = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        return {name: ctypes.cast(getattr(provider, name), c_void_p).value or 0 for name in _CUBLAS}
-    return {}

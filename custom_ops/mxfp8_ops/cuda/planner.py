@@ -1,8 +1,8 @@
 """Plans the launches of each operation on a GPU, with the planner of the native library (src/cuda_host).
 
 CuPy, PyTorch and ONNX Runtime use this planner, so that a product runs on the same kernels everywhere. A plan has
-addresses and sizes. If you pass a queue, the call also launches the steps, unless they need scratch memory or a product
-of cuBLAS; `execution.run` does the rest. Without a queue no function needs a GPU.
+addresses and sizes. If you pass a queue, the call also queues the steps, unless they need scratch memory, which
+`execution.run` allocates. Without a queue no function needs a GPU.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CODES: Final = {name: row.onnx_dtype for name, row in formats.DTYPES.items()}
 
 NAMES: Final = {code: name for name, code in CODES.items()}
 
-CUBLAS, CUBLASLT = 1, 2
-"""Values of `Place.libraries`: MXFP8_CUBLAS and MXFP8_CUBLASLT in mxfp8_cuda_plan.h."""
+BFLOAT16_PRODUCTS, BLOCK_SCALED_PRODUCTS = 1, 2
+"""Bits of `Place.cublaslt`: MXFP8_BFLOAT16_PRODUCTS and the next constant in mxfp8_cuda_plan.h."""
 
-LAUNCH, CLEAR, MATMUL, BLOCK_SCALED = range(4)
-"""Values of `Step.what`: MXFP8_LAUNCH and the next three constants."""
+LAUNCH, CLEAR, MATMUL = range(3)
+"""Values of `Step.what`: MXFP8_LAUNCH and the next two constants."""
 
 PLAIN, TRANSPOSED = range(2)
 """Values of `Quantize.layout`: MXFP8_PLAIN and the next constant."""
@@ -37,7 +37,7 @@ _NO_ROUTE: Final = -4
 # (benchmarks/cuda_planning.py).
 Place = namedtuple(
     "Place",
-    "capability processors libraries forced splits warps parts_bytes",
+    "capability processors cublaslt forced splits warps parts_bytes",
     defaults=(0, 0, 0, 0),
 )
 Gemm = namedtuple(
@@ -65,7 +65,7 @@ class Plan(Structure):
     count: int
     """Number of steps."""
     done: int
-    """Number of queued steps."""
+    """1 if the steps are queued."""
     scratch_bytes: int
     """Bytes of scratch memory that the steps need, aligned to 256."""
     route: int
@@ -95,16 +95,16 @@ class Route(NamedTuple):
     whole_blocks: int
     x_kinds: int
     b_kinds: int
-    libraries: int
+    cublaslt: int
 
 
 def gemm(place: Place, product: tuple[int, ...], queue: bytes | None = None) -> Plan:
-    """Returns the plan of a product; with a queue, also launches the steps that the library can do alone.
+    """Returns the plan of a product; with a queue, also queues its steps if they need no scratch memory.
 
     Args:
         place: the device.
         product: the fields of a `Gemm`.
-        queue: a result of `queue`, or None to launch nothing. With it, cuBLASLt is asked whether it can do a product
+        queue: a result of `queue`, or None to queue nothing. With it, cuBLASLt is asked whether it can do a product
             that would go to it; if not, the product takes the next row of the dispatch table.
 
     Raises:
@@ -130,14 +130,13 @@ def plan(request: tuple[int, ...], queue: bytes | None = None) -> Plan:
     return planned
 
 
-def proceed(plan: Plan, queue: bytes) -> Step | None:
-    """Queues the steps after `plan.done`, up to a product of cuBLAS; returns it, or None at the end.
+def run(plan: Plan, queue: bytes) -> None:
+    """Queues the steps of the thread's latest plan.
 
     Raises:
         BackendError: a launch fails, or the GPU does not exist.
     """
-    native.check("cuda", native.load().mxfp8_cuda_continue(queue, byref(plan)))
-    return plan.steps()[plan.done] if plan.done < plan.count else None
+    native.check("cuda", native.load().mxfp8_cuda_run(queue, byref(plan)))
 
 
 def queue(gpu: int, stream: int, scratch: int = 0) -> bytes:

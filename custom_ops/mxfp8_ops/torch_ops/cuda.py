@@ -175,7 +175,7 @@ def _gemm(
     kept = _find(b, b_code) if _kept and matrix else None
     wide = kept.wide[:2] if kept else (0, 0)
     queue = _queue(elements)
-    place = dispatch.place(queue.device, planner.CUBLAS | planner.CUBLASLT)
+    place = dispatch.place(queue.device)
     # Without scales of a, any address takes their place.
     for m, x, x_scales, w, w_scales, to in products(y, a[0], a[-1], *b):
         operands = x, x_scales if quantized else 0, w, w_scales, bias_at, to

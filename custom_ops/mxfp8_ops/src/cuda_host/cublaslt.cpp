@@ -10,7 +10,8 @@ namespace {
 
 // cublasLt.h and library_types.h
 constexpr int kCompute32F = 68, kCudaR32F = 0, kTransposeA = 3, kScaleOfA = 17, kScaleOfB = 18, kScaleModeOfA = 31;
-constexpr int kScaleModeOfB = 32, kBlocksOf32 = 2, kTransposed = 1, kMostWorkspace = 1, kAlignmentOfA = 5;
+constexpr int kScaleModeOfB = 32, kBlocksOf32 = 2, kTransposed = 1, kMostWorkspace = 1, kReductions = 3;
+constexpr int kReductionInFloat32 = 2, kAlignmentOfA = 5;
 constexpr size_t kMostAnswers = 4096;  // M may differ at each call; an answer has some hundred bytes
 
 void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }
@@ -20,8 +21,8 @@ void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }
 // A product as cuBLASLt has it. It is column-major: y^T [n, m] = b [n, k] x^T, where our row-major b is its transposed
 // operand A, and x its operand B.
 struct CublasLt::Description {
-  Description(const Functions& lt, const BlockScaled& p, int64_t x_scales, int64_t b_scales) : lt(lt) {
-    const auto [x_format, b_format, y_dtype, m, n, k] = p;
+  Description(const Functions& lt, const LtProduct& p, int64_t x_scales, int64_t b_scales) : lt(lt) {
+    const auto [x_dtype, b_dtype, y_dtype, m, n, k, alignment] = p;
     const auto set = [&](int attribute, auto value) {
       if (status == 0) status = lt.describe(product, attribute, &value, sizeof value);
     };
@@ -31,12 +32,14 @@ struct CublasLt::Description {
     };
     status = lt.create_description(&product, kCompute32F, kCudaR32F);
     set(kTransposeA, int32_t(kTransposed));
-    set(kScaleModeOfA, int32_t(kBlocksOf32));
-    set(kScaleModeOfB, int32_t(kBlocksOf32));
-    set(kScaleOfA, b_scales);
-    set(kScaleOfB, x_scales);
-    lay_out(&b, b_format, k, n);
-    lay_out(&x, x_format, k, m);
+    if (x_scales != 0) {
+      set(kScaleModeOfA, int32_t(kBlocksOf32));
+      set(kScaleModeOfB, int32_t(kBlocksOf32));
+      set(kScaleOfA, b_scales);
+      set(kScaleOfB, x_scales);
+    }
+    lay_out(&b, b_dtype, k, n);
+    lay_out(&x, x_dtype, k, m);
     lay_out(&y, y_dtype, n, m);
   }
   ~Description() {
@@ -64,7 +67,7 @@ CublasLt& CublasLt::of(const Gpu& gpu) {
 
 CublasLt::CublasLt(const std::string& file) {
   if (file.empty()) {
-    unusable_ = "cuBLASLt is not installed";
+    unusable_ = "not found";
     return;
   }
   unusable_ = load_functions(file.c_str(), {{"cublasLtGetVersion", &lt_.version},
@@ -85,18 +88,20 @@ CublasLt::CublasLt(const std::string& file) {
   if (status != 0) unusable_ = std::string("cublasLtCreate: ") + lt_.status_name(status);
 }
 
-CublasLt::Answer CublasLt::ask(const BlockScaled& p) const {
+CublasLt::Answer CublasLt::ask(const LtProduct& p) const {
   if (!unusable_.empty()) return {unusable_, {}};
-  constexpr int64_t somewhere = 1 << 20;  // the library wants addresses of scales, and does not read them here
-  const Description d(lt_, p, somewhere, somewhere);
+  // The library wants addresses of scales, and does not read them here.
+  const int64_t scales = p[0] == MXFP8_BFLOAT16 ? 0 : 1 << 20;
+  const Description d(lt_, p, scales, scales);
   void* preference = nullptr;
   int status = d.status, count = 0;
   if (status == 0) status = lt_.create_preference(&preference);
   const size_t workspace = kCublasLtWorkspace;
   if (status == 0) status = lt_.prefer(preference, kMostWorkspace, &workspace, sizeof workspace);
-  // Operands are aligned to 16 bytes, as the row of the table demands; the library assumes 256.
+  const uint32_t reductions = kReductionInFloat32;  // of the sums of a split K
+  if (status == 0) status = lt_.prefer(preference, kReductions, &reductions, sizeof reductions);
   for (int operand = 0; status == 0 && operand < 4; ++operand) {
-    const uint32_t alignment = 16;
+    const auto alignment = uint32_t(p[6]);  // the library assumes 256
     status = lt_.prefer(preference, kAlignmentOfA + operand, &alignment, sizeof alignment);
   }
   Choice choice = {};
@@ -108,7 +113,7 @@ CublasLt::Answer CublasLt::ask(const BlockScaled& p) const {
           {}};
 }
 
-CublasLt::Answer CublasLt::answer(const BlockScaled& p) {
+CublasLt::Answer CublasLt::answer(const LtProduct& p) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto known = answers_.find(p);
   if (known != answers_.end()) return known->second;
@@ -116,24 +121,28 @@ CublasLt::Answer CublasLt::answer(const BlockScaled& p) {
   return answers_.emplace(p, ask(p)).first->second;
 }
 
-bool CublasLt::multiplies(const Gpu& gpu, const BlockScaled& p) {
+bool CublasLt::multiplies(const Gpu& gpu, const LtProduct& p) {
   const std::string refusal = answer(p).refusal;
   if (refusal.empty()) return true;
+  const std::array<int64_t, 3> dtypes = {p[0], p[1], p[2]}, all = {};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!warned_.insert({p[0], p[1], p[2]}).second) return false;
+    if (!warned_.insert(unusable_.empty() ? dtypes : all).second) return false;
   }
   const auto name = [](int64_t code) { return std::string(row_of(kind_of(code)).name); };
-  gpu.warn(gpu.where() + ": no product on FP8 tensor cores: " + name(p[0]) + " times " + name(p[1]) + " -> " +
-           name(p[2]) + ", M = " + std::to_string(p[3]) + ", N = " + std::to_string(p[4]) +
-           ", K = " + std::to_string(p[5]) + " (" + refusal + "); such products take the next row of the dispatch " +
-           "table; to use these cores, pip install --upgrade nvidia-cublas");
+  const std::string what = unusable_.empty()
+                               ? "cuBLASLt refuses " + name(p[0]) + " times " + name(p[1]) + " -> " + name(p[2]) +
+                                     ", M = " + std::to_string(p[3]) + ", N = " + std::to_string(p[4]) +
+                                     ", K = " + std::to_string(p[5]) + " (" + refusal + "); such products"
+                               : "no cuBLASLt (" + refusal + "); products of many rows";
+  gpu.warn(gpu.where() + ": " + what +
+           " take the next row of the dispatch table, which is slower; pip install --upgrade nvidia-cublas");
   return false;
 }
 
 void CublasLt::multiply(const Gpu& gpu, const int64_t (&arguments)[MXFP8_MOST_ARGUMENTS], Stream stream) {
-  const auto [x, x_scales, b, b_scales, y, m, n, k, x_format, b_format, y_dtype, workspace, none, nothing] = arguments;
-  const BlockScaled p = {x_format, b_format, y_dtype, m, n, k};
+  const auto [x, x_scales, b, b_scales, y, m, n, k, x_dtype, b_dtype, y_dtype, alignment, workspace, none] = arguments;
+  const LtProduct p = {x_dtype, b_dtype, y_dtype, m, n, k, alignment};
   const Answer known = answer(p);
   if (!known.refusal.empty()) throw CudaError(gpu.where() + ": cannot multiply: " + known.refusal);
   const Description d(lt_, p, x_scales, b_scales);

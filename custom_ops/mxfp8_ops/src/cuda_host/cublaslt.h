@@ -1,4 +1,4 @@
-// cuBLASLt, opened at run time: the row `block_scaled` of the dispatch table, for every host.
+// cuBLASLt, opened at run time: the products of the rows `block_scaled` and `large` of the dispatch table.
 #pragma once
 #include <map>
 #include <mutex>
@@ -14,11 +14,11 @@ class CublasLt {
   // The one of a GPU, which is current; until the process ends.
   static CublasLt& of(const Gpu&);
 
-  // Whether the library can do a product. It is asked at the first product of a shape; the first refusal of the dtypes
-  // is a warning.
-  bool multiplies(const Gpu&, const BlockScaled&);
+  // Whether the library can do a product. It is asked at the first product of a shape. The first refusal of the dtypes
+  // is a warning; so is a library that cannot be used, once.
+  bool multiplies(const Gpu&, const LtProduct&);
 
-  // Queues a product: the arguments of MXFP8_BLOCK_SCALED. Throws CudaError.
+  // Queues a product: the arguments of MXFP8_MATMUL. Throws CudaError.
   void multiply(const Gpu&, const int64_t (&arguments)[MXFP8_MOST_ARGUMENTS], Stream);
 
  private:
@@ -37,8 +37,8 @@ class CublasLt {
   struct Description;
 
   explicit CublasLt(const std::string& file);  // its file, or ""
-  Answer answer(const BlockScaled&);
-  Answer ask(const BlockScaled&) const;
+  Answer answer(const LtProduct&);
+  Answer ask(const LtProduct&) const;
 
   struct Functions {
     size_t (*version)();
@@ -63,8 +63,8 @@ class CublasLt {
   std::string unusable_;  // why the library cannot be used at all, or ""
   void* handle_ = nullptr;
   std::mutex mutex_;  // of the next two
-  std::map<BlockScaled, Answer> answers_;
-  std::set<std::array<int64_t, 3>> warned_;  // dtypes
+  std::map<LtProduct, Answer> answers_;
+  std::set<std::array<int64_t, 3>> warned_;  // dtypes, or zeros if the library cannot be used
 };
 
 }  // namespace mxfp8::cuda

@@ -61,11 +61,11 @@ Gpu::Gpu(const std::string& where, int index) : where_(where), index_(index), pr
   if (properties_.cublaslt != nullptr) cublaslt_ = properties_.cublaslt;
 }
 
-mxfp8_cuda_place Gpu::place(bool cublas_handle) const {
+mxfp8_cuda_place Gpu::place() const {
   mxfp8_cuda_place place = {};
   place.capability = properties_.capability;
   place.processors = properties_.processors;
-  place.libraries = (cublas_handle && knows_cublas() ? MXFP8_CUBLAS : 0) | MXFP8_CUBLASLT;
+  place.cublaslt = MXFP8_BFLOAT16_PRODUCTS | MXFP8_BLOCK_SCALED_PRODUCTS;
   return place;
 }
 

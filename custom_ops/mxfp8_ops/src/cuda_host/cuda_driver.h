@@ -46,11 +46,9 @@ class Gpu {
   const mxfp8_cuda_gpu& properties() const { return properties_; }
   const Driver& driver() const { return *driver_; }
   const std::string& cublaslt() const { return cublaslt_; }  // its file, or ""
-  bool knows_cublas() const { return properties_.cublas_gemm_ex != nullptr; }
 
-  // For the planner: with cuBLAS if the caller has a handle and the loader knows it, and with cuBLASLt, which is asked
-  // at each product.
-  mxfp8_cuda_place place(bool cublas_handle) const;
+  // For the planner: with all products of cuBLASLt, which is asked at each of them.
+  mxfp8_cuda_place place() const;
 
   // Loads kernels. Throws CudaError if the loader cannot.
   std::vector<CudaFunction> kernels(const std::vector<const char*>& names) const;

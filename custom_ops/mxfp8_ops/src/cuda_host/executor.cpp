@@ -9,15 +9,6 @@
 #include "kernels.h"
 
 namespace mxfp8::cuda {
-namespace {
-
-constexpr int kCublasTranspose = 1, kCublasNoTranspose = 0, kCublasCompute32F = 68, kCublasDefaultAlgorithm = -1;
-constexpr int kCudaR16BF = 14, kCudaR32F = 0;           // cudaDataType
-constexpr int kDisallowReducedPrecisionReduction = 16;  // sums of split-K stay in float32
-
-void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }
-
-}  // namespace
 
 Executor::Executor(const Gpu& gpu) : gpu_(gpu), loads_later_(true), functions_(kernel_names().size()) {}
 
@@ -59,24 +50,15 @@ CudaFunction Executor::function(const mxfp8_cuda_step& step) const {
   return function;
 }
 
-bool Executor::multiplies(const BlockScaled& product) const {
+bool Executor::multiplies(const LtProduct& product) const {
   const Current current(gpu_);
   return CublasLt::of(gpu_).multiplies(gpu_, product);
 }
 
-void Executor::run(Plan plan, const Resources& resources) const {
-  const size_t done = run(&plan, resources, 0);
-  if (done == plan.steps.size()) return;
-  throw CudaError(gpu_.where() + ": step " + std::to_string(plan.steps[done].step) +
-                  " of a plan; expected one without a library; report this as a bug");
-}
-
-size_t Executor::run(Plan* plan, const Resources& resources, size_t first) const {
+void Executor::run(const Plan& plan, const Resources& resources) const {
   const Driver& driver = gpu_.driver();
-  size_t at = first;
-  if (first == 0) ran_on_gpu(plan->route < 0 ? "" : mxfp8_cuda_route_at(plan->route)->name);
-  for (; at < plan->steps.size(); ++at) {
-    mxfp8_cuda_step& step = plan->steps[at];
+  ran_on_gpu(plan.route < 0 ? "" : mxfp8_cuda_route_at(plan.route)->name);
+  for (mxfp8_cuda_step step : plan.steps) {
     void* parameters[MXFP8_MOST_ARGUMENTS];
     for (int i = 0; i < step.count; ++i) {
       if (step.in_scratch >> i & 1) step.arguments[i] += int64_t(resources.scratch);
@@ -89,39 +71,10 @@ size_t Executor::run(Plan* plan, const Resources& resources, size_t first) const
     } else if (step.step == MXFP8_CLEAR) {
       gpu_.check(driver.fill(uint64_t(step.arguments[0]), 0, size_t(step.arguments[1]), resources.stream),
                  "clear memory");
-    } else if (step.step == MXFP8_BLOCK_SCALED) {
-      CublasLt::of(gpu_).multiply(gpu_, step.arguments, resources.stream);
-    } else if (step.step == MXFP8_MATMUL && resources.cublas != nullptr) {
-      matmul_bf16(step.arguments, resources.cublas);
     } else {
-      break;
+      CublasLt::of(gpu_).multiply(gpu_, step.arguments, resources.stream);
     }
   }
-  return at;
-}
-
-// cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
-void Executor::matmul_bf16(const int64_t (&arguments)[MXFP8_MOST_ARGUMENTS], void* cublas) const {
-  using GemmEx = int(void*, int, int, int, int, int, const void*, const void*, int, int, const void*, int, int,
-                     const void*, void*, int, int, int, int);
-  const int64_t x = arguments[0], w = arguments[1], y = arguments[2], y_dtype = arguments[6];
-  const int m = int(arguments[3]), n = int(arguments[4]), k = int(arguments[5]);
-  const auto& properties = gpu_.properties();
-  const auto get_mode = reinterpret_cast<int (*)(void*, int*)>(properties.cublas_get_math_mode);
-  const auto set_mode = reinterpret_cast<int (*)(void*, int)>(properties.cublas_set_math_mode);
-  const int y_type = y_dtype == MXFP8_BFLOAT16 ? kCudaR16BF : kCudaR32F;
-  const float one = 1, zero = 0;
-  int mode = 0;
-  int status = get_mode(cublas, &mode);
-  if (status == 0) status = set_mode(cublas, kDisallowReducedPrecisionReduction);
-  if (status == 0) {
-    status = reinterpret_cast<GemmEx*>(properties.cublas_gemm_ex)(
-        cublas, kCublasTranspose, kCublasNoTranspose, n, m, k, &one, pointer(w), kCudaR16BF, k, pointer(x), kCudaR16BF,
-        k, &zero, pointer(y), y_type, n, kCublasCompute32F, kCublasDefaultAlgorithm);
-    const int restored = set_mode(cublas, mode);
-    if (status == 0) status = restored;
-  }
-  if (status != 0) gpu_.fail("multiply", status, "cuBLAS");
 }
 
 }  // namespace mxfp8::cuda

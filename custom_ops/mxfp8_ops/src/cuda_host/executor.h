@@ -8,11 +8,9 @@
 
 namespace mxfp8::cuda {
 
-// Where a plan is done: a stream, a cuBLAS handle that is set to it (or null: the caller multiplies), and the plan's
-// scratch memory.
+// Where a plan is done: a stream, and the plan's scratch memory.
 struct Resources {
   Stream stream;
-  void* cublas;
   uint64_t scratch;
 };
 
@@ -25,22 +23,17 @@ class Executor {
   // CudaError.
   static const Executor& for_gpu(int gpu);
 
-  // Whether cuBLASLt can do a product; see CublasLt. Throws CudaError.
-  bool multiplies(const BlockScaled&) const;
+  // Whether cuBLASLt can do a product; a refusal is a warning. Throws CudaError.
+  bool multiplies(const LtProduct&) const;
 
-  // Queues all steps. The GPU is current. Throws CudaError, also for a product that needs another library.
-  void run(Plan, const Resources&) const;
-
-  // Queues the steps from `first` on, up to a product that the caller has to do, whose addresses it fills in, or the
-  // end; returns which. The GPU is current. Throws CudaError.
-  size_t run(Plan*, const Resources&, size_t first) const;
+  // Queues all steps. The GPU is current. Throws CudaError.
+  void run(const Plan&, const Resources&) const;
 
   const Gpu& gpu() const { return gpu_; }
 
  private:
   explicit Executor(const Gpu&);
   CudaFunction function(const mxfp8_cuda_step&) const;
-  void matmul_bf16(const int64_t (&arguments)[MXFP8_MOST_ARGUMENTS], void* cublas) const;
 
   Gpu gpu_;
   bool loads_later_;

@@ -60,25 +60,26 @@ class GemmPlanner {
   Plan plan_of(Product p, bool rounds) {
     if (p.m * p.n == 0) return steps_.finished();
     if (rounds && parts_of(p.x.kind) > 1) p.x = {kBF16, rounded(&steps_, p.x.kind, p.x.data, p.m * p.k), 0};
-    Row row = route(p, place_);
-    if (row == kBlockScaled && ask_ && !ask_(block_scaled_product(p))) {
-      place_.libraries &= ~int64_t(MXFP8_CUBLASLT);
-      row = route(p, place_);
-    }
+    const Row row = route(p, place_);
     by(row, p);
     return steps_.finished(row);
   }
 
  private:
-  static Row route(const Product& p, const mxfp8_cuda_place& place) {
-    const Row row = choose(place, p.shape());
-    if (row == kNoRow) {
-      const std::string capability =
-          std::to_string(place.capability / 10) + "." + std::to_string(place.capability % 10);
-      throw Error(MXFP8_NO_ROUTE, "no kernel for compute capability " + capability, "8.0 or later",
-                  "use the CPU kernels");
+  // The first row that fits and that cuBLASLt does not refuse.
+  Row route(const Product& p, mxfp8_cuda_place place) const {
+    for (;;) {
+      const Row row = choose(place, p.shape());
+      if (row == kNoRow) {
+        const std::string capability =
+            std::to_string(place.capability / 10) + "." + std::to_string(place.capability % 10);
+        throw Error(MXFP8_NO_ROUTE, "no kernel for compute capability " + capability, "8.0 or later",
+                    "use the CPU kernels");
+      }
+      const int64_t cublaslt = mxfp8_cuda_route_at(row)->cublaslt;
+      if (cublaslt == 0 || !ask_ || ask_(for_cublaslt(row, p))) return row;
+      place.cublaslt &= ~cublaslt;
     }
-    return row;
   }
 
   void by(Row row, const Product& p) {
@@ -108,17 +109,51 @@ class GemmPlanner {
   }
 
   void large(const Product& p) {
-    const bool direct = p.bias.null() && p.y_dtype != MXFP8_FLOAT16, quantized = is_element(p.x.kind);
+    const bool quantized = is_element(p.x.kind);
     // One word for both operands: either pass sets it, and one check does the product again.
     const Argument inexact = !p.wide || quantized ? steps_.reserve(4) : Argument();
     if (!inexact.null()) steps_.clear(inexact, 1);
     const Wide b = p.wide ? *p.wide : widened(p.b, p.n, p.k, inexact);
     const Wide x = quantized ? widened(p.x, p.m, p.k, inexact) : Wide{p.x.data, 0};
-    const Argument y = direct ? p.y : steps_.reserve(4 * p.m * p.n);
-    steps_.add(MXFP8_MATMUL, {x.data, b.data, y, p.m, p.n, p.k, direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
-    if (!direct) finish(p, {y});
+    multiply(kLarge, p, {kBF16, x.data, 0}, {kBF16, b.data, 0});
     if (!inexact.null()) float32(p, inexact);
     if (p.wide && !b.inexact.null()) float32(p, b.inexact);  // 0: who keeps the weight knows that bfloat16 holds it
+  }
+
+  void block_scaled(const Product& p) {
+    const Argument x_scales = swizzled(p.x, p.m, p.k);
+    const Argument b_scales = p.b_swizzled.null() ? swizzled(p.b, p.n, p.k) : p.b_swizzled;
+    multiply(kBlockScaled, p, {p.x.kind, p.x.data, x_scales}, {p.b.kind, p.b.data, b_scales});
+  }
+
+  // By cuBLASLt, which writes float32 for finish.cu if there is more to do.
+  void multiply(Row row, const Product& p, const Operand& x, const Operand& b) {
+    const Argument y = direct(row, p) ? p.y : steps_.reserve(4 * p.m * p.n);
+    const auto [x_dtype, b_dtype, y_dtype, m, n, k, alignment] = for_cublaslt(row, p);
+    steps_.add(MXFP8_MATMUL, {x.data, x.scales, b.data, b.scales, y, m, n, k, x_dtype, b_dtype, y_dtype, alignment,
+                              steps_.reserve(kCublasLtWorkspace)});
+    if (!direct(row, p)) finish(p, {y});
+  }
+
+  // cuBLASLt adds no bias here, and writes no float16 for bfloat16.
+  static bool direct(Row row, const Product& p) {
+    return p.bias.null() && (row == kBlockScaled || p.y_dtype != MXFP8_FLOAT16);
+  }
+
+  static LtProduct for_cublaslt(Row row, const Product& p) {
+    const bool wide = row == kLarge;
+    const int64_t y_dtype = direct(row, p) ? p.y_dtype : int64_t(MXFP8_FLOAT32);
+    // Scratch memory is aligned.
+    const bool aligned = (wide && is_element(p.x.kind) ? true : p.x.data.aligned()) &&
+                         (!wide ? p.b.data.aligned() : !p.wide || p.wide->data.aligned()) &&
+                         (!direct(row, p) || p.y.aligned());
+    return {wide ? int64_t(MXFP8_BFLOAT16) : row_of(p.x.kind).code,
+            wide ? int64_t(MXFP8_BFLOAT16) : row_of(p.b.kind).code,
+            y_dtype,
+            p.m,
+            p.n,
+            p.k,
+            aligned ? 16 : 2};
   }
 
   Wide widened(const Operand& x, int64_t rows, int64_t k, Argument inexact) {
@@ -159,23 +194,6 @@ class GemmPlanner {
                   {p.x.data, p.x.scales, p.b.data, p.b.scales, p.bias, p.y, p.m, p.n, p.k, p.y_dtype, only_if});
   }
 
-  void block_scaled(const Product& p) {
-    const Argument x_scales = swizzled(p.x, p.m, p.k);
-    const Argument b_scales = p.b_swizzled.null() ? swizzled(p.b, p.n, p.k) : p.b_swizzled;
-    const bool direct = p.bias.null();
-    const Argument y = direct ? p.y : steps_.reserve(4 * p.m * p.n);
-    const auto [x_format, b_format, dtype, m, n, k] = block_scaled_product(p);
-    steps_.add(MXFP8_BLOCK_SCALED, {p.x.data, x_scales, p.b.data, b_scales, y, m, n, k, x_format, b_format, dtype,
-                                    steps_.reserve(kCublasLtWorkspace)});
-    if (!direct) finish(p, {y});
-  }
-
-  // With a bias it writes float32, for finish.cu.
-  static BlockScaled block_scaled_product(const Product& p) {
-    const int64_t dtype = p.bias.null() ? p.y_dtype : int64_t(MXFP8_FLOAT32);
-    return {row_of(p.x.kind).code, row_of(p.b.kind).code, dtype, p.m, p.n, p.k};
-  }
-
   Argument swizzled(const Operand& o, int64_t rows, int64_t k) {
     const Argument to = steps_.reserve(swizzled_bytes(rows, k));
     launch_swizzle(&steps_, o.scales, rows, k, to);
@@ -204,7 +222,7 @@ class GemmPlanner {
     return slice;
   }
 
-  mxfp8_cuda_place place_;
+  const mxfp8_cuda_place place_;
   const Ask& ask_;
   Steps steps_;
 };
@@ -214,7 +232,7 @@ const mxfp8_cuda_place& checked(const mxfp8_cuda_place* request) {
   constexpr int64_t most = int64_t(1) << 20;  // more than any GPU or measurement has
   check_range({"capability", place.capability}, 0, most);
   check_range({"processors", place.processors}, 1, most);
-  check_range({"libraries", place.libraries}, 0, MXFP8_CUBLAS | MXFP8_CUBLASLT);
+  check_range({"cublaslt", place.cublaslt}, 0, MXFP8_BFLOAT16_PRODUCTS | MXFP8_BLOCK_SCALED_PRODUCTS);
   check_range({"forced", place.forced}, 0, kRows);
   check_range({"splits", place.splits}, 0, 1024);
   check_range({"warps", place.warps}, 0, kThreads / 32);
@@ -287,7 +305,6 @@ std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, const mxfp8_cuda_p
     kBfloat16Rounded.append(&numbers, {x, Kernel::kAny});
   }
   if (choose(place, many_rows(x, b, 16, kBlock, true)) == kBlockScaled) kSwizzleScales.append(&numbers, {});
-  if ((place.libraries & MXFP8_CUBLAS) == 0) return numbers;
   kDequantize.append(&numbers, {kBF16, format_choice(b), true, Kernel::kAny});
   if (is_element(x) && x != b) kDequantize.append(&numbers, {kBF16, format_choice(x), true, Kernel::kAny});
   return numbers;
@@ -299,7 +316,7 @@ extern "C" MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place* place, con
                                               const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* to) {
   using namespace mxfp8::cuda;
   return answer_with(queue, to, [&] {
-    const auto ask = [queue](const BlockScaled& product) { return can(*queue, product); };
+    const auto ask = [queue](const LtProduct& product) { return can(*queue, product); };
     return plan(checked(place), checked(gemm), queue == nullptr ? Ask() : Ask(ask));
   });
 }

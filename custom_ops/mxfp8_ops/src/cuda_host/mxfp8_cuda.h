@@ -17,8 +17,7 @@
 // "mxfp8.keep_wide" is "1", with "cuda", for sessions that keep constant weights [N, K] in bfloat16 too, made when the
 // session is: two more bytes a value, and products of many rows need not dequantize them.
 //
-// Many rows multiply on cuBLASLt, on GPUs with MXFP8 tensor cores, and on cuBLAS ("cuda" alone), if the loader knows
-// them; routes.cpp has the table of what runs where.
+// Many rows multiply on cuBLASLt, if the loader knows it; routes.cpp has the table of what runs where.
 #pragma once
 #include <stddef.h>
 
@@ -32,11 +31,6 @@ typedef struct {
   void* context;   // CUcontext: the primary context of the GPU, which stays alive
   int processors;  // its multiprocessors
   int capability;  // its compute capability, 10 major + minor
-  // cublasGemmEx, cublasGetMathMode and cublasSetMathMode of the cuBLAS that ONNX Runtime's CUDA provider uses (handles
-  // of one cuBLAS crash another), or NULL.
-  void* cublas_gemm_ex;
-  void* cublas_get_math_mode;
-  void* cublas_set_math_mode;
   // The file of cuBLASLt, as dlopen takes it, or NULL; copied. It is opened at the first product that it may do.
   const char* cublaslt;
 } mxfp8_cuda_gpu;

@@ -1,9 +1,9 @@
 // The launches of each operation: the one planner of all hosts, in plain C, and what queues its plans.
 //
-// A plan is a list of steps: kernels of src/cuda to launch, words to clear, products that a library has to do. Plans
-// are made of addresses and sizes alone, and need no GPU. With a queue, the same call does the steps in order, on one
-// stream, as far as it can: to memory that the host has to allocate, or to a product of a library of the host. The host
-// does that and calls mxfp8_cuda_continue. What depends on data is decided on the device.
+// A plan is a list of steps: kernels of src/cuda to launch, words to clear, products for cuBLASLt. Plans are made of
+// addresses and sizes alone, and need no GPU. With a queue, the same call does the steps in order, on one stream,
+// unless they need scratch memory: the host allocates it and calls mxfp8_cuda_run. What depends on data is decided on
+// the device.
 //
 // Every field of what goes in has 8 bytes, so that any language can fill it as an array of 64-bit integers. An address
 // that is 0 stands for nothing. Dtypes and formats are the codes of mxfp8_ops.h.
@@ -21,17 +21,17 @@ extern "C" {
 // No row of the dispatch table fits: the device is too old, or the forced row cannot do the product.
 enum { MXFP8_NO_ROUTE = -4 };
 
-// Libraries for products.
+// Products for cuBLASLt.
 enum {
-  MXFP8_CUBLAS = 1,    // MXFP8_MATMUL, which the caller does
-  MXFP8_CUBLASLT = 2,  // MXFP8_BLOCK_SCALED
+  MXFP8_BFLOAT16_PRODUCTS = 1,
+  MXFP8_BLOCK_SCALED_PRODUCTS = 2,  // of FP8 elements and their scales
 };
 
 // Where a product runs and which choices are taken from the planner; all but the first three may be 0.
 typedef struct {
   int64_t capability;  // compute capability, 10 major + minor
   int64_t processors;  // multiprocessors
-  int64_t libraries;   // the libraries that the caller has: MXFP8_CUBLAS ...
+  int64_t cublaslt;    // products that it may do: MXFP8_BFLOAT16_PRODUCTS ...
   int64_t forced;      // row i - 1 of the dispatch table is the one to take
   // For measurements, how products are cut up: parts of K, warps of gemm_skinny that share x, bytes of the sums of
   // parts.
@@ -87,11 +87,12 @@ typedef struct {
 
 // The kinds of steps, and their arguments.
 enum {
-  MXFP8_LAUNCH = 0,        // launch a kernel: its parameters
-  MXFP8_CLEAR = 1,         // write zeros: address, number of 32-bit words
-  MXFP8_MATMUL = 2,        // y = x w^T, bfloat16, summed in float32 throughout: x, w, y, m, n, k, dtype of y
-  MXFP8_BLOCK_SCALED = 3,  // an FP8 product y = x b^T: x, x_scales, b, b_scales, y, m, n, k, format of x, of b, dtype
-                           // of y, workspace for cuBLASLt; scales per block in the 128x4 layout
+  MXFP8_LAUNCH = 0,  // launch a kernel: its parameters
+  MXFP8_CLEAR = 1,   // write zeros: address, number of 32-bit words
+  // A product y = x b^T by cuBLASLt, summed in float32 throughout: x, x_scales, b, b_scales, y, m, n, k, the codes of
+  // the dtypes of x, b and y, the alignment of x, b and y in bytes, a workspace. FP8 operands have scales per block in
+  // the 128x4 layout, operands of bfloat16 have none.
+  MXFP8_MATMUL = 2,
 };
 enum { MXFP8_MOST_ARGUMENTS = 14 };
 
@@ -109,7 +110,7 @@ typedef struct {
   int64_t count;
   int64_t scratch_bytes;  // memory that the steps need from the first to the last
   int64_t route;          // for a product, the row of the dispatch table, -1 if there is nothing to do
-  int64_t done;           // steps that are queued
+  int64_t done;           // 1 if the steps are queued
   int64_t number;         // which of the calling thread's plans this is
 } mxfp8_cuda_plan;
 
@@ -120,8 +121,8 @@ typedef struct {
   int64_t scratch;  // address of the plan's scratch memory; 0: there is none yet
 } mxfp8_cuda_queue;
 
-// With a queue, a plan that needs no scratch memory is done too, as by mxfp8_cuda_continue, and a product takes
-// MXFP8_CUBLASLT only if that library can do it: it is asked at the first product of a shape. NULL: it is only planned.
+// With a queue, a plan that needs no scratch memory is done too, and a product goes to cuBLASLt only if that can do it:
+// it is asked at the first product of a shape. NULL: it is only planned.
 MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place*, const mxfp8_cuda_gemm*, const mxfp8_cuda_queue*,
                                    mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
@@ -129,9 +130,8 @@ MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize*, const mxf
 MXFP8_API int mxfp8_cuda_plan_embedding(const mxfp8_cuda_embedding*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_grouped(const mxfp8_cuda_grouped*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
-// Queues the steps from `done` on, up to an MXFP8_MATMUL or the end, and counts them in `done`. The arguments of
-// that product are then addresses: the host queues it and adds 1 to `done`. The plan is the calling thread's latest.
-MXFP8_API int mxfp8_cuda_continue(const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
+// Queues the steps of a plan, which is the calling thread's latest.
+MXFP8_API int mxfp8_cuda_run(const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
 // Bytes of scales [rows, ceil(k / 32)] in the 128x4 layout; or a status, which is below 0.
 MXFP8_API int64_t mxfp8_cuda_swizzled_bytes(int64_t rows, int64_t k);
@@ -148,7 +148,7 @@ typedef struct {
   int64_t n_multiple;    // N is a multiple of it
   int64_t whole_blocks;  // 1 if K must be a multiple of 32 and both operands aligned to 16 bytes
   int64_t x_kinds, b_kinds;  // the kinds of x and b: bits of kValueDtypes, then of kElementFormats (contract.h)
-  int64_t libraries;         // it is a product of this library; 0 for none
+  int64_t cublaslt;          // cuBLASLt does it: which of its products; 0: a kernel does
 } mxfp8_cuda_route;
 
 // NULL past the last row.

@@ -13,17 +13,17 @@ namespace {
 thread_local Plan latest;
 thread_local int64_t plans = 0;  // how many the thread has made
 
-// Queues the steps of the thread's latest plan that it can.
+// Queues the steps of the thread's latest plan.
 void proceed(const mxfp8_cuda_queue& queue, mxfp8_cuda_plan* plan) {
   const Executor& executor = Executor::for_gpu(int(queue.gpu));
   const Current current(executor.gpu());
-  const Resources resources = {reinterpret_cast<Stream>(queue.stream), nullptr, uint64_t(queue.scratch)};
-  plan->done = int64_t(executor.run(&latest, resources, size_t(plan->done)));
+  executor.run(latest, {reinterpret_cast<Stream>(queue.stream), uint64_t(queue.scratch)});
+  plan->done = 1;
 }
 
 }  // namespace
 
-bool can(const mxfp8_cuda_queue& queue, const BlockScaled& product) {
+bool can(const mxfp8_cuda_queue& queue, const LtProduct& product) {
   return Executor::for_gpu(int(queue.gpu)).multiplies(product);
 }
 
@@ -45,12 +45,12 @@ using namespace mxfp8::cuda;
 
 extern "C" {
 
-MXFP8_API int mxfp8_cuda_continue(const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* plan) {
+MXFP8_API int mxfp8_cuda_run(const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* plan) {
   return mxfp8::answer([&] {
     if (queue == nullptr || plan == nullptr) {
       throw mxfp8::Error(MXFP8_BAD_ARGUMENT, "queue or plan is NULL", "the addresses of structs", "pass both");
     }
-    if (plan->number != plans || plan->done < 0 || plan->done > int64_t(latest.steps.size())) {
+    if (plan->number != plans) {
       throw mxfp8::Error(MXFP8_BAD_ARGUMENT, "not the latest plan of this thread", "that one", "plan again");
     }
     if (queue->scratch == 0 && latest.scratch_bytes != 0) {

@@ -14,10 +14,10 @@ constexpr int kThreads = 256;  // threads of a block, in every kernel
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t scale_count(int64_t k) { return ceil_div(k, kBlock); }
 
-// A product of MXFP8_BLOCK_SCALED: codes of the formats of x and b and of the dtype of y, then m, n, k.
-using BlockScaled = std::array<int64_t, 6>;
-// Whether the library can do a product; empty if it is taken to.
-using Ask = std::function<bool(const BlockScaled&)>;
+// A product for cuBLASLt, which MXFP8_MATMUL explains: the dtypes of x, b and y, then m, n, k, the alignment.
+using LtProduct = std::array<int64_t, 7>;
+// Whether cuBLASLt can do a product; empty if it is taken to.
+using Ask = std::function<bool(const LtProduct&)>;
 constexpr int64_t kCublasLtWorkspace = 32 << 20;  // bytes that NVIDIA recommends for Hopper and later
 
 struct Plan {

@@ -120,7 +120,6 @@ constexpr Function<238, OrtStatus*(const OrtSessionOptions*, const char*, char*,
 constexpr Function<244, OrtStatus*(const OrtKernelInfo*, char*, size_t*)> KernelInfo_GetNodeName;
 constexpr Function<249, OrtStatus*(const OrtKernelInfo*, size_t, int*, const OrtValue**)>
     KernelInfoGetConstantInput_tensor;
-constexpr Function<265, OrtStatus*(const OrtKernelContext*, int, int, void**)> KernelContext_GetResource;
 constexpr Function<268, OrtStatus*(const OrtShapeInferContext*, size_t, Shape**)> ShapeInferContext_GetInputTypeShape;
 constexpr Function<269, OrtStatus*(const OrtShapeInferContext*, const char*, const OrtOpAttr**)>
     ShapeInferContext_GetAttribute;

@@ -15,8 +15,6 @@ using cuda::Gpu;
 using cuda::Plan;
 using cuda::Stream;
 
-constexpr int kCudaResourceVersion = 3, kCublasHandle = 10002;  // cuda_resource.h of ONNX Runtime
-
 // That provider's memory on the node's GPU.
 class Memory {
  public:
@@ -72,24 +70,11 @@ Stream stream_of(const OrtKernelContext* context) {
   return stream;
 }
 
-// ONNX Runtime's cuBLAS handle, set to its stream; null if it has none.
-void* cublas_of(const OrtKernelContext* context) {
-  void* handle = nullptr;
-  if (OrtStatus* status = KernelContext_GetResource(context, kCudaResourceVersion, kCublasHandle, &handle)) {
-    ReleaseStatus(status);
-    return nullptr;
-  }
-  return handle;
-}
-
 class CudaBackend : public Backend {
  public:
   CudaBackend(const std::string& where, const Overload& node, const OrtKernelInfo* info)
-      : memory_(info),
-        gpu_(where, memory_.gpu()),
-        executor_(executor(node, gpu_)),
-        multiplies_(row_of(node.op).b >= 0) {
-    if (multiplies_) keep(info, node);
+      : memory_(info), gpu_(where, memory_.gpu()), executor_(executor(node, gpu_)) {
+    if (row_of(node.op).b >= 0) keep(info, node);
   }
   ~CudaBackend() override {
     if (memory_of_kept_ != 0) release(gpu_, {memory_of_kept_});
@@ -97,14 +82,13 @@ class CudaBackend : public Backend {
 
   void run(OrtKernelContext* context, Job* job) const override {
     const Stream stream = stream_of(context);
-    void* cublas = multiplies_ ? cublas_of(context) : nullptr;
     Unclaimed unclaimed(job);
     const Scratch unused(memory_, context, stream, size_t(unclaimed.bytes()));
     unclaimed.give(unused.data());
-    Plan planned = job->plan(gpu_.place(cublas != nullptr), kept_, asks(executor_));
+    const Plan planned = job->plan(gpu_.place(), kept_, asks(executor_));
     const Scratch scratch(memory_, context, stream, size_t(planned.scratch_bytes));
     const Current current(gpu_);
-    executor_.run(std::move(planned), {stream, cublas, uint64_t(address(scratch.data()))});
+    executor_.run(planned, {stream, uint64_t(address(scratch.data()))});
   }
 
   bool on_host() const override { return false; }
@@ -118,13 +102,14 @@ class CudaBackend : public Backend {
     const int64_t n = b->dims[0], k = b->dims[1];
     if (n * k == 0 || scales->dims != Dims{n, scale_count(k)}) return;  // the second is an error when the node runs
     const bool wide = node.place.keep_wide;
-    if (wide && !gpu_.knows_cublas()) {
-      throw CudaError(gpu_.where() + ": keep_wide needs cuBLAS, which is not loaded; " +
-                      "expected the cuBLAS of ONNX Runtime's CUDA provider; omit keep_wide");
+    const cuda::LtProduct product = {MXFP8_BFLOAT16, MXFP8_BFLOAT16, MXFP8_FLOAT32, cuda::kSkinnyRows + 1, n, k, 16};
+    if (wide && !executor_.multiplies(product)) {
+      throw CudaError(gpu_.where() + ": keep_wide needs products of cuBLASLt; expected nvidia-cublas; " +
+                      "install it, or omit keep_wide");
     }
     const cuda::Shape many = cuda::many_rows(cuda::kind_of(node.inputs[0]), cuda::kind_of(node.inputs[index]), n, k,
                                              address(b->data) % 16 == 0);
-    const bool swizzled = cuda::choose(gpu_.place(false), many) == cuda::kBlockScaled;
+    const bool swizzled = cuda::choose(gpu_.place(), many) == cuda::kBlockScaled;
     const int64_t wide_bytes = wide ? 256 + (2 * n * k + 255) / 256 * 256 : 0;
     const int64_t swizzled_bytes = swizzled ? mxfp8_cuda_swizzled_bytes(n, k) : 0;
     if (wide_bytes + swizzled_bytes == 0) return;
@@ -139,11 +124,11 @@ class CudaBackend : public Backend {
         executor_.run(cuda::plan(mxfp8_cuda_dequantize{node.inputs[index], MXFP8_BFLOAT16, address(b->data),
                                                        address(scales->data), n, k, 1, address(kept_.wide),
                                                        address(kept_.inexact)}),
-                      {stream, nullptr, 0});
+                      {stream, 0});
       }
       if (swizzled) {
         kept_.swizzled = at(wide_bytes);
-        executor_.run(cuda::swizzle(address(scales->data), n, k, address(kept_.swizzled)), {stream, nullptr, 0});
+        executor_.run(cuda::swizzle(address(scales->data), n, k, address(kept_.swizzled)), {stream, 0});
       }
       gpu_.check(gpu_.driver().wait(stream), "prepare a weight");
     } catch (...) {
@@ -155,7 +140,6 @@ class CudaBackend : public Backend {
   Memory memory_;
   Gpu gpu_;
   Executor executor_;
-  bool multiplies_;
   uint64_t memory_of_kept_ = 0;
   KeptWeight kept_ = {};
 };
@@ -163,13 +147,13 @@ class CudaBackend : public Backend {
 }  // namespace
 
 cuda::Ask asks(const Executor& executor) {
-  return [&executor](const cuda::BlockScaled& product) { return executor.multiplies(product); };
+  return [&executor](const cuda::LtProduct& product) { return executor.multiplies(product); };
 }
 
 Executor executor(const Overload& node, const Gpu& gpu) {
   std::vector<int> kernels;
   try {
-    kernels = implementation(node.op)->cuda_kernels(node, gpu.place(node.place.device == Device::kCuda));
+    kernels = implementation(node.op)->cuda_kernels(node, gpu.place());
   } catch (const Error& error) {  // there are none for these operands
     throw CudaError(gpu.where() + ": " + error.what());
   }

@@ -64,9 +64,9 @@ class Turn final : public Operands {
 
   void run(const Executor& executor, Job* job) {
     job->visit(this);
-    cuda::Plan plan = job->plan(gpu_.place(false), {}, asks(executor));
+    const cuda::Plan plan = job->plan(gpu_.place(), {}, asks(executor));
     const uint64_t scratch = shared().scratch.room(gpu_, plan.scratch_bytes);
-    executor.run(std::move(plan), {kThreadStream, nullptr, scratch});
+    executor.run(plan, {kThreadStream, scratch});
     for (const Result& result : results_) {
       if (result.bytes == 0) continue;
       gpu_.check(gpu_.driver().copy_out(result.host, result.data, size_t(result.bytes), kThreadStream),
