@@ -29,9 +29,12 @@ class NodeProfile(Data):
     operands: str
     """Dtypes of its product: "e4m3 x e4m3", "float32 x float32"; empty if it does not multiply."""
     kernel: str
-    """The gemm kernels of the native library that ran; empty for other ops, and for kernels of the framework."""
+    """The gemm kernels of the native library that ran, or on a GPU the row of its dispatch table.
+
+    It is empty for other ops, and for kernels of the framework.
+    """
     isa: str
-    """The instruction set of our kernels; empty if the framework runs the node itself."""
+    """The instruction set of our kernels, or "cuda"; empty if the framework runs the node itself."""
     seconds: float
     """Median of the times that it took in the runs, as for the model: one slow run is no property of a node."""
 

@@ -223,6 +223,15 @@ def test_a_product_of_int8_with_float8_is_refused_by_name(gpu, formats):
         ort.session(model, device="cuda-copies")
 
 
+def test_a_profile_names_the_row_of_the_dispatch_table(gpu):
+    session = ort.session(weight_gemm(40, 64), device="cuda-copies")
+    for m, row in ((3, "skinny"), (70, "parts")):
+        with cpu.profiled() as profile:
+            session.run(None, {"x": heavy_tailed((m, 64))})
+            (call,) = profile.calls()
+        assert (call.op, call.name, call.isa, call.gemms) == ("MXFP8WeightGemm", "the_y", "cuda", (row,))
+
+
 def test_weights_are_copied_once_and_freed_with_the_session(gpu):
     x = heavy_tailed((3, 512))
     before = gpu.allocations

@@ -175,11 +175,31 @@ def test_nodes_are_captured_into_a_cuda_graph(gpu: Driver, runtime: Runtime) -> 
     providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"}), "CPUExecutionProvider"]
     session, x = ort.session(square(), device="cuda", providers=providers), heavy_tailed((70, 64))
     binding, y = bound(session, x)
+    before = runtime.graphs
     for _ in range(4):
         session.run_with_iobinding(binding)
-    assert runtime.graphs == 1
+    assert runtime.graphs == before + 1
     assert runtime.forbidden == 0, "something was allocated or waited for during the capture"
     check(x, y.numpy())
+
+
+@emulated
+def test_fp8_tensor_cores_multiply_in_a_cuda_graph(
+    gpu: Driver, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scales of the weight are in cuBLASLt's layout before the first run."""
+    monkeypatch.setattr(gpu, "capability", (10, 0))
+    providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"}), "CPUExecutionProvider"]
+    session, x = ort.session(square(), device="cuda", providers=providers), heavy_tailed((70, 64))
+    assert [launch.kernel for launch in gpu.launches] == ["swizzle_scales"]
+    products, graphs = runtime.products, runtime.graphs
+    binding, y = bound(session, x)
+    for _ in range(4):
+        session.run_with_iobinding(binding)
+    check(x, y.numpy())
+    assert runtime.products > products
+    assert (runtime.graphs, runtime.forbidden) == (graphs + 1, 0)
+    assert {launch.kernel.partition("<")[0] for launch in gpu.launches} == {"swizzle_scales", "quantize_rows"}
 
 
 @emulated

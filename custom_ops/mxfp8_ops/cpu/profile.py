@@ -20,9 +20,12 @@ class Call:
     name: str
     """The node's name."""
     isa: str
-    """The instruction set the kernels ran on; empty if they ran on a GPU."""
+    """The instruction set the kernels ran on, or "cuda"."""
     gemms: tuple[str, ...]
-    """The gemm kernels that ran, by their names in src/cpu/kernels; several if the rows of a needed different ones."""
+    """The gemm kernels that ran, by their names in src/cpu/kernels; several if the rows of a needed different ones.
+
+    On a GPU, the row of the dispatch table (`mxfp8_ops.cuda.planner.routes`).
+    """
     seconds: float
     """Wall time."""
 

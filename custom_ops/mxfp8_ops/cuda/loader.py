@@ -25,12 +25,7 @@ from mxfp8_ops.errors import BackendError
 class _Gpu(Structure):
     """The C struct `mxfp8_cuda_gpu`."""
 
-    _fields_ = (
-        ("context", c_void_p),
-        ("processors", c_int),
-        ("capability", c_int),
-        ("cublaslt", c_char_p),
-    )
+    _fields_ = (("context", c_void_p), ("processors", c_int), ("capability", c_int), ("cublaslt", c_char_p))
 
 
 _GPU = CFUNCTYPE(c_int, c_int, POINTER(_Gpu), c_void_p, c_size_t)
@@ -90,7 +85,7 @@ def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
         with device.current(index) as gpu_device:
             gpu[0].context, gpu[0].processors = gpu_device.context(), gpu_device.processors
             gpu[0].capability = 10 * gpu_device.capability[0] + gpu_device.capability[1]
-        gpu[0].cublaslt = cublaslt()
+        gpu[0].cublaslt = cublaslt()  # whose cache keeps the text until the library has copied it
 
     return _answer(fill, message, size)
 
@@ -114,10 +109,7 @@ _LOADER: Final = _Loader(_GPU(_gpu), _KERNELS(_kernels), _WARN(_warn))
 
 @functools.cache
 def cublaslt() -> bytes | None:
-    """Returns the file of cuBLASLt, or None: the one that this process has loaded, otherwise the newest.
-
-    The native library keeps the address of the result: hence the cache.
-    """
+    """Returns the file of cuBLASLt, or None: the one that this process has loaded, otherwise the newest."""
     candidates = system.candidates("libcublasLt", "cublas")
     for mode in (os.RTLD_NOLOAD | os.RTLD_LAZY, os.RTLD_LAZY) if sys.platform == "linux" else ():
         for path in candidates:

@@ -50,9 +50,11 @@ CudaFunction Executor::function(const mxfp8_cuda_step& step) const {
   return function;
 }
 
-bool Executor::multiplies(const LtProduct& product) const {
-  const Current current(gpu_);
-  return CublasLt::of(gpu_).multiplies(gpu_, product);
+Ask Executor::ask() const {
+  return [this](const LtProduct& product) {
+    const Current current(gpu_);
+    return CublasLt::of(gpu_).multiplies(gpu_, product);
+  };
 }
 
 void Executor::run(const Plan& plan, const Resources& resources) const {

@@ -23,8 +23,8 @@ class Executor {
   // CudaError.
   static const Executor& for_gpu(int gpu);
 
-  // Whether cuBLASLt can do a product; a refusal is a warning. Throws CudaError.
-  bool multiplies(const LtProduct&) const;
+  // Asks cuBLASLt about the products of a plan; a refusal is a warning. It throws CudaError.
+  Ask ask() const;
 
   // Queues all steps. The GPU is current. Throws CudaError.
   void run(const Plan&, const Resources&) const;

@@ -2,6 +2,7 @@
 #include <optional>
 
 #include "cuts.h"
+#include "executor.h"
 #include "kernels.h"
 #include "requests.h"
 #include "steps.h"
@@ -316,7 +317,6 @@ extern "C" MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place* place, con
                                               const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* to) {
   using namespace mxfp8::cuda;
   return answer_with(queue, to, [&] {
-    const auto ask = [queue](const LtProduct& product) { return can(*queue, product); };
-    return plan(checked(place), checked(gemm), queue == nullptr ? Ask() : Ask(ask));
+    return plan(checked(place), checked(gemm), queue == nullptr ? Ask() : Executor::for_gpu(int(queue->gpu)).ask());
   });
 }

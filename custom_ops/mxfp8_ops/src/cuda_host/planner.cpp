@@ -23,10 +23,6 @@ void proceed(const mxfp8_cuda_queue& queue, mxfp8_cuda_plan* plan) {
 
 }  // namespace
 
-bool can(const mxfp8_cuda_queue& queue, const LtProduct& product) {
-  return Executor::for_gpu(int(queue.gpu)).multiplies(product);
-}
-
 int answer_with(const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* to, const std::function<Plan()>& make) noexcept {
   const int status = answer([&] {
     if (to == nullptr) throw Error(MXFP8_BAD_ARGUMENT, "plan is NULL", "the address of a struct", "pass one");

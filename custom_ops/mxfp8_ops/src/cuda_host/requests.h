@@ -11,8 +11,6 @@ namespace mxfp8::cuda {
 inline Array at(const char* name, int64_t address, int64_t value_bytes) {
   return {name, uint64_t(address), value_bytes};
 }
-// Whether cuBLASLt on a queue's GPU can do a product. Throws CudaError.
-bool can(const mxfp8_cuda_queue&, const LtProduct&);
 inline int64_t bytes_of(int64_t code) { return row_of(kind_of(code)).bytes; }
 
 inline void check_scales(const char* name, int64_t address, int64_t outer, int64_t k, int64_t inner) {

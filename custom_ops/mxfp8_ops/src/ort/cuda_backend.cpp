@@ -85,7 +85,7 @@ class CudaBackend : public Backend {
     Unclaimed unclaimed(job);
     const Scratch unused(memory_, context, stream, size_t(unclaimed.bytes()));
     unclaimed.give(unused.data());
-    const Plan planned = job->plan(gpu_.place(), kept_, asks(executor_));
+    const Plan planned = job->plan(gpu_.place(), kept_, executor_.ask());
     const Scratch scratch(memory_, context, stream, size_t(planned.scratch_bytes));
     const Current current(gpu_);
     executor_.run(planned, {stream, uint64_t(address(scratch.data()))});
@@ -103,7 +103,7 @@ class CudaBackend : public Backend {
     if (n * k == 0 || scales->dims != Dims{n, scale_count(k)}) return;  // the second is an error when the node runs
     const bool wide = node.place.keep_wide;
     const cuda::LtProduct product = {MXFP8_BFLOAT16, MXFP8_BFLOAT16, MXFP8_FLOAT32, cuda::kSkinnyRows + 1, n, k, 16};
-    if (wide && !executor_.multiplies(product)) {
+    if (wide && !executor_.ask()(product)) {
       throw CudaError(gpu_.where() + ": keep_wide needs products of cuBLASLt; expected nvidia-cublas; " +
                       "install it, or omit keep_wide");
     }
@@ -145,10 +145,6 @@ class CudaBackend : public Backend {
 };
 
 }  // namespace
-
-cuda::Ask asks(const Executor& executor) {
-  return [&executor](const cuda::LtProduct& product) { return executor.multiplies(product); };
-}
 
 Executor executor(const Overload& node, const Gpu& gpu) {
   std::vector<int> kernels;

@@ -8,9 +8,6 @@ namespace mxfp8::ort {
 // The kernels of a node, loaded.
 cuda::Executor executor(const Overload&, const cuda::Gpu&);
 
-// Asks about the products of a plan for it.
-cuda::Ask asks(const cuda::Executor&);
-
 void release(const cuda::Gpu&, const std::vector<uint64_t>& memory);
 
 }  // namespace mxfp8::ort

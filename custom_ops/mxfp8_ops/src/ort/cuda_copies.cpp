@@ -64,7 +64,7 @@ class Turn final : public Operands {
 
   void run(const Executor& executor, Job* job) {
     job->visit(this);
-    const cuda::Plan plan = job->plan(gpu_.place(), {}, asks(executor));
+    const cuda::Plan plan = job->plan(gpu_.place(), {}, executor.ask());
     const uint64_t scratch = shared().scratch.room(gpu_, plan.scratch_bytes);
     executor.run(plan, {kThreadStream, scratch});
     for (const Result& result : results_) {
