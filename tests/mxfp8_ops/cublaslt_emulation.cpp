@@ -1,10 +1,13 @@
-// cuBLASLt on the CPU: what libmxfp8_ops uses of it, for operands of MXFP8 and bfloat16. It checks each call and sums in
-// double.
+// cuBLASLt on the CPU: what libmxfp8_ops uses of it, for operands of MXFP8 and bfloat16. It checks each call and sums
+// in double.
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -25,7 +28,7 @@ struct Heuristic {
   int reserved[4];
 };
 
-constexpr int kSuccess = 0, kInvalidValue = 7, kNotSupported = 15;
+constexpr int kSuccess = 0, kNotInitialized = 1, kInvalidValue = 7, kNotSupported = 15;
 constexpr uint64_t kAlgorithm = 0xA1;
 constexpr size_t kWorkspace = 1024;
 constexpr int kBfloat16 = 14;
@@ -101,19 +104,30 @@ bool describes(std::map<int, int64_t>& description, int b_type, int x_type) {
   return (description[17] != 0) == scaled && (description[18] != 0) == scaled;
 }
 
+bool fits(std::map<int, int64_t>& description, const Object& b, const Object& x, const Object& d) {
+  if (b.type != kBfloat16 && (b.columns % 16 != 0 || b.rows % 32 != 0)) return false;
+  return x.rows == b.rows && d.rows == b.columns && d.columns == x.columns && describes(description, b.type, x.type);
+}
+
 }  // namespace
 
 extern "C" {
 
-int refusal;                              // of FP8: 1: no status of success; 2: no algorithm
+int refusal[2];                           // of bfloat16, of FP8: 1: a status; 2: no algorithm
 int failure;                              // status of products, unless it is 0
+int failure_once[2];                      // the next status of cublasLtCreate, of the heuristic
+size_t (*contexts)();                     // how many are pushed on this thread
 void (*observe)(int b_type, int y_type);  // called for each product, unless it is null
 
 size_t call_count() { return calls.size(); }
 const Call* call(size_t i) { return &calls[i]; }
 int live_objects() { return live; }
 int question_count() { return questions; }
-void start() { calls.clear(), refusal = failure = questions = 0; }
+void start() {
+  calls.clear();
+  failure = questions = 0;
+  for (int* each : {refusal, failure_once}) each[0] = each[1] = 0;
+}
 
 size_t cublasLtGetVersion() { return 130100; }
 const char* cublasLtGetStatusName(int status) {
@@ -121,7 +135,7 @@ const char* cublasLtGetStatusName(int status) {
 }
 int cublasLtCreate(void** handle) {
   *handle = &calls;
-  return kSuccess;
+  return std::exchange(failure_once[0], kSuccess);
 }
 
 int cublasLtMatmulDescCreate(void** to, int compute, int scale_type) {
@@ -151,16 +165,19 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void* product, void* b, void* x
   auto& wishes = static_cast<Object*>(preference)->attributes;
   auto& description = static_cast<Object*>(product)->attributes;
   ++questions;
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));  // other threads ask meanwhile
+  if (contexts() == 0) return kNotInitialized;
+  if (const int status = std::exchange(failure_once[1], kSuccess)) return status;
   if (handle != &calls || c != d || most != 1 || b == nullptr || x == nullptr) return kInvalidValue;
-  const int64_t alignment = wishes[5];
-  const std::map<int, int64_t> expected = {{1, 32 << 20}, {3, 2}, {5, alignment}, {6, alignment},
-                                           {7, alignment}, {8, alignment}};
-  if (wishes != expected || (alignment != 16 && alignment != 2)) return kInvalidValue;
-  if (!describes(description, static_cast<Object*>(b)->type, static_cast<Object*>(x)->type)) return kInvalidValue;
-  const int refused = static_cast<Object*>(b)->type == kBfloat16 ? 0 : refusal;
-  if (refused == 1) return kNotSupported;
-  *count = refused == 2 ? 0 : 1;
-  *found = {{kAlgorithm, uint64_t(alignment)}, kWorkspace, kSuccess, 1, {}};
+  const auto &bl = *static_cast<Object*>(b), &xl = *static_cast<Object*>(x), &dl = *static_cast<Object*>(d);
+  const bool scaled = bl.type != kBfloat16;
+  if (wishes.size() != 6 || wishes[1] != 32 << 20 || wishes[3] != 2 || wishes[7] != wishes[8]) return kInvalidValue;
+  if (!fits(description, bl, xl, dl)) return kInvalidValue;
+  const int64_t least = scaled ? 16 : 2, least_of_d = dl.type == 0 ? 4 : 2;
+  if (wishes[5] < least || wishes[6] < least || wishes[8] < least_of_d) return kNotSupported;
+  if (refusal[scaled] == 1) return kNotSupported;
+  *count = refusal[scaled] == 2 ? 0 : 1;
+  *found = {{kAlgorithm, uint64_t(wishes[5]), uint64_t(wishes[6]), uint64_t(wishes[8])}, kWorkspace, kSuccess, 1, {}};
   return kSuccess;
 }
 
@@ -173,10 +190,10 @@ int cublasLtMatmul(void* handle, void* product, const float* one, const uint8_t*
   const uint64_t n = bl.columns, m = xl.columns, k = bl.rows;
   if (handle != &calls || *one != 1 || *zero != 0 || c != d || c_layout != d_layout) return kInvalidValue;
   if (*algorithm != kAlgorithm || bytes != kWorkspace || workspace == nullptr) return kInvalidValue;
-  if (xl.rows != k || dl.rows != n || dl.columns != m || !describes(description, bl.type, xl.type)) return kInvalidValue;
-  if (bl.type != kBfloat16 && (n % 16 != 0 || k % 32 != 0)) return kInvalidValue;
-  for (const void* operand : {static_cast<const void*>(x), static_cast<const void*>(b), static_cast<const void*>(d)}) {
-    if (reinterpret_cast<uint64_t>(operand) % algorithm[1] != 0) return kInvalidValue;
+  if (contexts() == 0 || !fits(description, bl, xl, dl)) return kInvalidValue;
+  const void* operands[] = {b, x, d};
+  for (int i = 0; i < 3; ++i) {
+    if (reinterpret_cast<uint64_t>(operands[i]) % algorithm[i + 1] != 0) return kInvalidValue;
   }
   const auto *b_scales = reinterpret_cast<const uint8_t*>(description[17]),
              *x_scales = reinterpret_cast<const uint8_t*>(description[18]);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +16,12 @@ from mxfp8_ops import formats
 
 NAMES = {row.cuda_data_type: row.name for row in formats.DTYPES.values()}
 STATUS, NO_ALGORITHM = 1, 2
-"""How the library refuses products of FP8."""
+"""How the library refuses products."""
+BFLOAT16, FP8 = 0, 1
 
 OBSERVE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int)
-LOADED: list[CublasLt] = []
+_LOADED: list[CublasLt] = []
+_POINTERS: dict[str, Any] = {}
 
 
 class Call(NamedTuple):
@@ -40,18 +42,25 @@ class CublasLt:
         self.library = ctypes.CDLL(str(path))
         self.library.call.restype = ctypes.POINTER(ctypes.c_int64 * 7)
         self.library.start()
-        LOADED.append(self)
+        _LOADED.append(self)
+        self._connect()
 
-    def refuse(self, how: int) -> None:
-        ctypes.c_int.in_dll(self.library, "refusal").value = how
+    def _connect(self) -> None:
+        for name, function in _POINTERS.items():
+            ctypes.c_void_p.in_dll(self.library, name).value = ctypes.cast(function, ctypes.c_void_p).value
+
+    def refuse(self, how: int, *kinds: int) -> None:
+        """Refuses products of some kinds; of FP8, if none is named."""
+        for kind in kinds or (FP8,):
+            (ctypes.c_int * 2).in_dll(self.library, "refusal")[kind] = how
 
     def fail(self, status: int) -> None:
         """Makes products fail."""
         ctypes.c_int.in_dll(self.library, "failure").value = status
 
-    def observe(self, function: Callable[[int, int], None]) -> None:
-        """Calls a ctypes function with cudaDataType of b and y at each product."""
-        ctypes.c_void_p.in_dll(self.library, "observe").value = ctypes.cast(function, ctypes.c_void_p).value
+    def fail_once(self, *, create: int = 0, ask: int = 0) -> None:
+        """Sets the next status of cublasLtCreate or of a question."""
+        (ctypes.c_int * 2).in_dll(self.library, "failure_once")[:] = [create, ask]
 
     @property
     def questions(self) -> int:
@@ -66,6 +75,17 @@ class CublasLt:
             x, b, y = (NAMES[each] for each in types)
             calls.append(Call((m, n, k), (x, b, y), stream))
         return calls
+
+
+def connect(**pointers: Any) -> None:
+    """Sets functions that every library calls.
+
+    They are `contexts`, the driver's function that counts contexts, and `observe`, which gets the cudaDataType of b and
+    of y at each product.
+    """
+    _POINTERS.update(pointers)
+    for lt in _LOADED:
+        lt._connect()
 
 
 def file() -> bytes | None:

@@ -148,6 +148,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, stream: int = THREAD_STREAM) -> Ite
     monkeypatch.setattr(cuda_loader, "DRIVER", str(gpu.path))
     monkeypatch.setattr(cuda_loader, "cublaslt", lambda: cublaslt_emulation.file())  # noqa: PLW0108 - tests replace it
     cuda_loader.connect.cache_clear()
+    cublaslt_emulation.connect(contexts=gpu.library.context_depth)
     gpu.start(stream)
     yield gpu
     cuda_loader.connect.cache_clear()

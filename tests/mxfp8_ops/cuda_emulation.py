@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import math
 import os
 import traceback
 import types
@@ -62,12 +61,6 @@ def build(names: list[str], *extra: str) -> Path:
     lines.append('extern "C" uint64_t emulated_mmas() { return mma_calls; }')
     included = (HERE / "cuda_emulation.h", *sorted(cuda_build.SOURCES.glob("*.cu*")))
     return compiled.library("kernels", "\n".join(lines), ("-w", "-ffp-contract=off", *extra), included)
-
-
-def matrix(address: int, dtype: Any, *shape: int) -> np.ndarray:
-    """Returns the array that an address of the host stands for."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
 
 
 _EMULATE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
@@ -127,8 +120,8 @@ class EmulatedDevice:
     def _gpu(self, index: int, gpu: Any, message: int, size: int) -> int:
         gpu[0].context, gpu[0].processors, gpu[0].capability = 1, self.processors, 90
         gpu[0].cublaslt = cublaslt_emulation.file()
-        for lt in cublaslt_emulation.LOADED:
-            lt.observe(self._callbacks[1])
+        contexts = ctypes.CDLL(str(driver_library())).context_depth
+        cublaslt_emulation.connect(contexts=contexts, observe=self._callbacks[1])
         return 0
 
     def _multiplied(self, b_type: int, y_type: int) -> None:

@@ -32,8 +32,6 @@ def stand_in() -> types.SimpleNamespace:
         runtimeGetVersion=lambda: 13020,
         deviceSynchronize=lambda: None,
         CUDARuntimeError=OSError,
-        CUDA_R_16BF=14,
-        CUDA_R_32F=0,
     )
     return types.SimpleNamespace(
         ndarray=Array,

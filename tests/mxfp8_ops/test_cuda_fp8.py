@@ -150,7 +150,8 @@ def refused(lt: CublasLt, monkeypatch: Any) -> str:
 
 def no_algorithm(lt: CublasLt, monkeypatch: Any) -> str:
     lt.refuse(cublaslt_emulation.NO_ALGORITHM)
-    return "cuBLASLt 130100: no algorithm"
+    what = "cuBLASLt refuses float8e4m3fn times float8e4m3fn -> float, M = 70, N = 48, K = 160"
+    return f"{what} (cuBLASLt 130100: no algorithm); such products take the next row"
 
 
 @pytest.fixture(params=[missing, no_library, another_library, refused, no_algorithm])
@@ -178,12 +179,50 @@ def test_a_product_that_cublaslt_refuses_takes_the_next_row(blackwell, cublaslt,
     check(y, codes, bias, "float32", "e4m3")
     (warning,) = warned
     assert words in str(warning.message)
-    assert "matmul_fp8 float32" not in sources(blackwell)
+    usable = "refuses" in words
+    large, slices = ["dequantize", "dequantize", "matmul_bf16 float32", "finish", "gemm_float32"], ["gemm_skinny"] * 2
+    assert sources(blackwell) == (large if usable else slices)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y = product([*(each[:66] for each in codes[:2]), *codes[2:]], bias)  # another shape of the same dtypes
     check(y, [*(each[:66] for each in codes[:2]), *codes[2:]], bias, "float32", "e4m3")
-    assert all(call.dtypes[0] == "bfloat16" for call in cublaslt.calls)
+
+
+@ARRAYS
+def test_products_of_bfloat16_can_be_refused_too(blackwell, cublaslt, fresh, product):
+    cublaslt.refuse(cublaslt_emulation.STATUS, cublaslt_emulation.BFLOAT16, cublaslt_emulation.FP8)
+    codes, bias = operands()
+    blackwell.launched.clear()
+    both = "cuBLASLt refuses float8e4m3fn times .*; cuBLASLt refuses bfloat16 times bfloat16 -> float"
+    with pytest.warns(UserWarning, match=both):
+        y = product(codes, bias)
+    check(y, codes, bias, "float32", "e4m3")
+    assert sources(blackwell) == ["gemm_skinny"] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*no cuBLASLt")
+def test_values_are_split_only_if_their_parts_have_a_row(monkeypatch, blackwell, cublaslt, fresh):
+    """Without cuBLASLt, the parts of rows whose K is no multiple of 32 would take ordinary cores three times."""
+    monkeypatch.setattr(cublaslt_emulation, "file", lambda: None)
+    for k, names in ((40, ["gemm_float32"]), (64, ["bfloat16_parts", *["gemm_skinny"] * 4, "finish", "gemm_float32"])):
+        x, b = heavy_tailed((70, k)), numpy_nodes.quantize(heavy_tailed((48, k), 1))
+        blackwell.launched.clear()
+        y = tensors.array(torch_cuda.weight_gemm(torch.from_numpy(x), *map(torch.from_numpy, b)))
+        weight = numpy_nodes.dequantize(*b)
+        assert_within(y, x.astype(np.float64) @ weight.T, numpy_nodes.gemm_error_bound(x, weight), "product")
+        assert sources(blackwell) == names
+
+
+@pytest.mark.parametrize("failure", [{"create": 3}, {"ask": 14}])
+def test_a_failure_that_says_nothing_about_the_product_is_an_error_and_is_forgotten(
+    blackwell, cublaslt, fresh, failure
+):
+    codes, bias = operands()
+    cublaslt.fail_once(**failure)
+    with pytest.raises(BackendError, match=r"cannot multiply: cuBLASLt 130100: CUBLAS_STATUS_\w+; expected success"):
+        by_torch(codes, bias)
+    check(by_torch(codes, bias), codes, bias, "float32", "e4m3")
+    assert len(cublaslt.calls) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*cuBLASLt refuses")
@@ -196,7 +235,13 @@ def test_a_forced_row_that_is_refused_is_an_error(blackwell, cublaslt, fresh):
 def test_threads_that_multiply_the_first_products_share_one_answer(blackwell, cublaslt, fresh):
     codes, _ = operands()
     results: list[np.ndarray] = []
-    threads = [threading.Thread(target=lambda: results.append(by_torch(codes, None))) for _ in range(4)]
+    together = threading.Barrier(4)
+
+    def multiply() -> None:
+        together.wait()
+        results.append(by_torch(codes, None))
+
+    threads = [threading.Thread(target=multiply) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -7,6 +7,7 @@ nodes compute there: kernels of ONNX Runtime do nothing.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
+from cublaslt_emulation import CublasLt
 from cuda_driver_emulation import ANY_STREAM, Driver, machine
 from ort_models import model, node
 
@@ -82,14 +84,18 @@ CUBLASLT = loader.cublaslt
 """It finds the library that the provider has loaded."""
 
 
+@functools.cache
+def cublaslt() -> CublasLt:
+    return CublasLt(next(Path(os.environ["LD_LIBRARY_PATH"]).glob("libcublasLt.so.*")))
+
+
 class Runtime:
     """The counters of the emulation."""
 
     def __init__(self) -> None:
         folder = Path(os.environ["LD_LIBRARY_PATH"])
-        self.cudart, self.cublas, self.cublaslt = (
-            ctypes.CDLL(next(path.name for path in folder.glob(f"{name}.so.*")))
-            for name in ("libcudart", "libcublas", "libcublasLt")
+        self.cudart, self.cublas = (
+            ctypes.CDLL(next(path.name for path in folder.glob(f"{name}.so.*"))) for name in ("libcudart", "libcublas")
         )
 
     def __getattr__(self, name: str) -> int:
@@ -97,7 +103,7 @@ class Runtime:
 
     @property
     def products(self) -> int:
-        return int(self.cublaslt.call_count())
+        return len(cublaslt().calls)
 
     @property
     def stream_of_handle(self) -> int:
@@ -109,6 +115,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     with machine(monkeypatch, ANY_STREAM) as gpu:
         monkeypatch.setattr(loader, "cublaslt", CUBLASLT)
         monkeypatch.setattr(system, "driver_version", lambda: (13, 0))
+        cublaslt()
         runtime = Runtime()
         for name in ("adopt", "disown"):
             function = ctypes.cast(getattr(gpu.library, name), ctypes.c_void_p)

@@ -12,6 +12,7 @@ namespace {
 constexpr int kCompute32F = 68, kCudaR32F = 0, kTransposeA = 3, kScaleOfA = 17, kScaleOfB = 18, kScaleModeOfA = 31;
 constexpr int kScaleModeOfB = 32, kBlocksOf32 = 2, kTransposed = 1, kMostWorkspace = 1, kReductions = 3;
 constexpr int kReductionInFloat32 = 2, kAlignmentOfA = 5;
+constexpr int kNoMemory = 3, kInvalidValue = 7, kArchMismatch = 8, kNotSupported = 15;  // cublasStatus_t
 constexpr size_t kMostAnswers = 4096;  // M may differ at each call; an answer has some hundred bytes
 
 void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }
@@ -22,7 +23,7 @@ void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }
 // operand A, and x its operand B.
 struct CublasLt::Description {
   Description(const Functions& lt, const LtProduct& p, int64_t x_scales, int64_t b_scales) : lt(lt) {
-    const auto [x_dtype, b_dtype, y_dtype, m, n, k, alignment] = p;
+    const auto [x_dtype, b_dtype, y_dtype, m, n, k, of_x, of_b, of_y] = p;
     const auto set = [&](int attribute, auto value) {
       if (status == 0) status = lt.describe(product, attribute, &value, sizeof value);
     };
@@ -83,12 +84,20 @@ CublasLt::CublasLt(const std::string& file) {
                                             {"cublasLtMatmulPreferenceDestroy", &lt_.destroy_preference},
                                             {"cublasLtMatmulAlgoGetHeuristic", &lt_.choose},
                                             {"cublasLtMatmul", &lt_.multiply}});
-  if (!unusable_.empty()) return;
-  const int status = lt_.create(&handle_);
-  if (status != 0) unusable_ = std::string("cublasLtCreate: ") + lt_.status_name(status);
 }
 
-CublasLt::Answer CublasLt::ask(const LtProduct& p) const {
+void CublasLt::fail(const Gpu& gpu, int status) const {
+  throw CudaError(gpu.where() + ": GPU " + std::to_string(gpu.index()) + ": cannot multiply: cuBLASLt " +
+                  std::to_string(lt_.version()) + ": " + lt_.status_name(status) +
+                  "; expected success; see nvidia-smi for the state and the memory of the GPU");
+}
+
+CublasLt::Answer CublasLt::ask(const Gpu& gpu, const LtProduct& p) {
+  if (unusable_.empty() && handle_ == nullptr) {
+    const int status = lt_.create(&handle_);
+    if (status == kNoMemory) fail(gpu, status);
+    if (status != 0) unusable_ = std::string("cublasLtCreate: ") + lt_.status_name(status);
+  }
   if (!unusable_.empty()) return {unusable_, {}};
   // The library wants addresses of scales, and does not read them here.
   const int64_t scales = p[0] == MXFP8_BFLOAT16 ? 0 : 1 << 20;
@@ -96,54 +105,54 @@ CublasLt::Answer CublasLt::ask(const LtProduct& p) const {
   void* preference = nullptr;
   int status = d.status, count = 0;
   if (status == 0) status = lt_.create_preference(&preference);
-  const size_t workspace = kCublasLtWorkspace;
-  if (status == 0) status = lt_.prefer(preference, kMostWorkspace, &workspace, sizeof workspace);
-  const uint32_t reductions = kReductionInFloat32;  // of the sums of a split K
-  if (status == 0) status = lt_.prefer(preference, kReductions, &reductions, sizeof reductions);
-  for (int operand = 0; status == 0 && operand < 4; ++operand) {
-    const auto alignment = uint32_t(p[6]);  // the library assumes 256
-    status = lt_.prefer(preference, kAlignmentOfA + operand, &alignment, sizeof alignment);
-  }
+  const auto prefer = [&](int attribute, auto value) {
+    if (status == 0) status = lt_.prefer(preference, attribute, &value, sizeof value);
+  };
+  prefer(kMostWorkspace, uint64_t(kCublasLtWorkspace));
+  prefer(kReductions, uint32_t(kReductionInFloat32));  // of the sums of a split K
+  // Of A, B, C and D; the library assumes 256.
+  const int64_t alignments[] = {p[7], p[6], p[8], p[8]};
+  for (int operand = 0; operand < 4; ++operand) prefer(kAlignmentOfA + operand, uint32_t(alignments[operand]));
   Choice choice = {};
   if (status == 0) status = lt_.choose(handle_, d.product, d.b, d.x, d.y, d.y, preference, 1, &choice, &count);
   if (preference != nullptr) lt_.destroy_preference(preference);
   if (status == 0 && count > 0) status = choice.status;
   if (status == 0 && count > 0) return {"", choice};
+  if (status != 0 && status != kInvalidValue && status != kArchMismatch && status != kNotSupported) fail(gpu, status);
   return {"cuBLASLt " + std::to_string(lt_.version()) + ": " + (status == 0 ? "no algorithm" : lt_.status_name(status)),
           {}};
 }
 
-CublasLt::Answer CublasLt::answer(const LtProduct& p) {
+CublasLt::Answer CublasLt::answer(const Gpu& gpu, const LtProduct& p) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto known = answers_.find(p);
   if (known != answers_.end()) return known->second;
   if (answers_.size() >= kMostAnswers) answers_.clear();
-  return answers_.emplace(p, ask(p)).first->second;
+  return answers_.emplace(p, ask(gpu, p)).first->second;
 }
 
-bool CublasLt::multiplies(const Gpu& gpu, const LtProduct& p) {
-  const std::string refusal = answer(p).refusal;
-  if (refusal.empty()) return true;
-  const std::array<int64_t, 3> dtypes = {p[0], p[1], p[2]}, all = {};
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!warned_.insert(unusable_.empty() ? dtypes : all).second) return false;
-  }
+bool CublasLt::multiplies(const Gpu& gpu, const LtProduct& p, std::string* warning) {
+  const std::string why = refusal(gpu, p);
+  if (why.empty()) return true;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool usable = unusable_.empty();
+  if (!warned_.insert(usable ? std::array<int64_t, 3>{p[0], p[1], p[2]} : std::array<int64_t, 3>{}).second)
+    return false;
   const auto name = [](int64_t code) { return std::string(row_of(kind_of(code)).name); };
-  const std::string what = unusable_.empty()
-                               ? "cuBLASLt refuses " + name(p[0]) + " times " + name(p[1]) + " -> " + name(p[2]) +
-                                     ", M = " + std::to_string(p[3]) + ", N = " + std::to_string(p[4]) +
-                                     ", K = " + std::to_string(p[5]) + " (" + refusal + "); such products"
-                               : "no cuBLASLt (" + refusal + "); products of many rows";
-  gpu.warn(gpu.where() + ": " + what +
-           " take the next row of the dispatch table, which is slower; pip install --upgrade nvidia-cublas");
+  if (!warning->empty()) *warning += "; ";  // one plan may have several refusals
+  *warning += usable ? "cuBLASLt refuses " + name(p[0]) + " times " + name(p[1]) + " -> " + name(p[2]) +
+                           ", M = " + std::to_string(p[3]) + ", N = " + std::to_string(p[4]) +
+                           ", K = " + std::to_string(p[5]) + " (" + why + "); such products"
+                     : "no cuBLASLt (" + why + "); products of many rows";
+  *warning += " take the next row of the dispatch table, which is slower; pip install --upgrade nvidia-cublas " +
+              std::string("(CUDA 12: nvidia-cublas-cu12)");
   return false;
 }
 
 void CublasLt::multiply(const Gpu& gpu, const int64_t (&arguments)[MXFP8_MOST_ARGUMENTS], Stream stream) {
-  const auto [x, x_scales, b, b_scales, y, m, n, k, x_dtype, b_dtype, y_dtype, alignment, workspace, none] = arguments;
-  const LtProduct p = {x_dtype, b_dtype, y_dtype, m, n, k, alignment};
-  const Answer known = answer(p);
+  const auto [x, x_scales, b, b_scales, y, m, n, k, x_dtype, b_dtype, y_dtype, workspace, none, nothing] = arguments;
+  const LtProduct p = {x_dtype, b_dtype, y_dtype, m, n, k, alignment(x), alignment(b), alignment(y)};
+  const Answer known = answer(gpu, p);
   if (!known.refusal.empty()) throw CudaError(gpu.where() + ": cannot multiply: " + known.refusal);
   const Description d(lt_, p, x_scales, b_scales);
   const float one = 1, zero = 0;
@@ -152,7 +161,7 @@ void CublasLt::multiply(const Gpu& gpu, const int64_t (&arguments)[MXFP8_MOST_AR
     status = lt_.multiply(handle_, d.product, &one, pointer(b), d.b, pointer(x), d.x, &zero, pointer(y), d.y,
                           pointer(y), d.y, known.choice.algorithm, pointer(workspace), known.choice.workspace, stream);
   }
-  if (status != 0) gpu.fail("multiply", status, "cuBLASLt");
+  if (status != 0) fail(gpu, status);
 }
 
 }  // namespace mxfp8::cuda

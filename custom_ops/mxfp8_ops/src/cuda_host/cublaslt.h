@@ -14,9 +14,12 @@ class CublasLt {
   // The one of a GPU, which is current; until the process ends.
   static CublasLt& of(const Gpu&);
 
-  // Whether the library can do a product. It is asked at the first product of a shape. The first refusal of the dtypes
-  // is a warning; so is a library that cannot be used, once.
-  bool multiplies(const Gpu&, const LtProduct&);
+  // Whether the library can do a product. It is asked at the first product of a shape. `warning` gets the text of the
+  // first refusal for each combination of dtypes, or that there is no library, once. Throws CudaError for failures that
+  // say nothing about the product, such as a lack of memory: the next call asks again.
+  bool multiplies(const Gpu&, const LtProduct&, std::string* warning);
+  // Why the library cannot do a product, or "".
+  std::string refusal(const Gpu& gpu, const LtProduct& p) { return answer(gpu, p).refusal; }
 
   // Queues a product: the arguments of MXFP8_MATMUL. Throws CudaError.
   void multiply(const Gpu&, const int64_t (&arguments)[MXFP8_MOST_ARGUMENTS], Stream);
@@ -37,8 +40,9 @@ class CublasLt {
   struct Description;
 
   explicit CublasLt(const std::string& file);  // its file, or ""
-  Answer answer(const LtProduct&);
-  Answer ask(const LtProduct&) const;
+  Answer answer(const Gpu&, const LtProduct&);
+  Answer ask(const Gpu&, const LtProduct&);
+  [[noreturn]] void fail(const Gpu&, int status) const;
 
   struct Functions {
     size_t (*version)();
@@ -62,9 +66,9 @@ class CublasLt {
   Functions lt_ = {};
   std::string unusable_;  // why the library cannot be used at all, or ""
   void* handle_ = nullptr;
-  std::mutex mutex_;  // of the next two
+  std::mutex mutex_;  // of what follows, and of handle_ until it exists
   std::map<LtProduct, Answer> answers_;
-  std::set<std::array<int64_t, 3>> warned_;  // dtypes, or zeros if the library cannot be used
+  std::set<std::array<int64_t, 3>> warned_;  // about these dtypes; zeros: that the library cannot be used
 };
 
 }  // namespace mxfp8::cuda

@@ -59,6 +59,7 @@ Gpu::Gpu(const std::string& where, int index) : where_(where), index_(index), pr
   char message[kMessage] = "";
   if (loader_.gpu(index, &properties_, message, sizeof message) != 0) throw CudaError(where + ": " + message);
   if (properties_.cublaslt != nullptr) cublaslt_ = properties_.cublaslt;
+  properties_.cublaslt = nullptr;  // the loader may free the text
 }
 
 mxfp8_cuda_place Gpu::place() const {
@@ -78,10 +79,10 @@ std::vector<CudaFunction> Gpu::kernels(const std::vector<const char*>& names) co
   return functions;
 }
 
-void Gpu::fail(const char* doing, int status, const char* library) const {
+void Gpu::fail(const char* doing, int status) const {
   const char* name = nullptr;
-  if (std::strcmp(library, "CUDA") == 0) driver_->error_name(status, &name);
-  throw CudaError(where_ + ": GPU " + std::to_string(index_) + ": cannot " + doing + ": " + library + " error " +
+  driver_->error_name(status, &name);
+  throw CudaError(where_ + ": GPU " + std::to_string(index_) + ": cannot " + doing + ": CUDA error " +
                   (name == nullptr ? std::to_string(status) : name) +
                   "; expected success; run with CUDA_LAUNCH_BLOCKING=1 to see which kernel fails");
 }

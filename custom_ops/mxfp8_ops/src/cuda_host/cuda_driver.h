@@ -57,9 +57,9 @@ class Gpu {
   void check(int status, const char* doing) const {
     if (status != 0) fail(doing, status);
   }
-  [[noreturn]] void fail(const char* doing, int status, const char* library = "CUDA") const;
-  void warn(const std::string& message) const {
-    if (loader_.warn != nullptr) loader_.warn(message.c_str());
+  [[noreturn]] void fail(const char* doing, int status) const;
+  void warn(const std::string& message) const {  // unless it is empty
+    if (loader_.warn != nullptr && !message.empty()) loader_.warn((where_ + ": " + message).c_str());
   }
 
  private:
@@ -67,7 +67,7 @@ class Gpu {
   int index_;
   const Driver* driver_;
   mxfp8_cuda_loader loader_;
-  mxfp8_cuda_gpu properties_;  // but for its text
+  mxfp8_cuda_gpu properties_;  // cublaslt is null: see cublaslt_
   std::string cublaslt_;
 };
 

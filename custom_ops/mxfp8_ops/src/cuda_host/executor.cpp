@@ -50,11 +50,16 @@ CudaFunction Executor::function(const mxfp8_cuda_step& step) const {
   return function;
 }
 
-Ask Executor::ask() const {
-  return [this](const LtProduct& product) {
+Ask Executor::ask(std::string* warning) const {
+  return [this, warning](const LtProduct& product) {
     const Current current(gpu_);
-    return CublasLt::of(gpu_).multiplies(gpu_, product);
+    return CublasLt::of(gpu_).multiplies(gpu_, product, warning);
   };
+}
+
+std::string Executor::refusal(const LtProduct& product) const {
+  const Current current(gpu_);
+  return CublasLt::of(gpu_).refusal(gpu_, product);
 }
 
 void Executor::run(const Plan& plan, const Resources& resources) const {

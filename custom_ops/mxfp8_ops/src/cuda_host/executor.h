@@ -23,8 +23,11 @@ class Executor {
   // CudaError.
   static const Executor& for_gpu(int gpu);
 
-  // Asks cuBLASLt about the products of a plan; a refusal is a warning. It throws CudaError.
-  Ask ask() const;
+  // Asks cuBLASLt about the products of a plan. The result throws CudaError. The text of a first refusal goes to
+  // `warning`, for Gpu::warn, once no lock is held: that may call Python.
+  Ask ask(std::string* warning) const;
+  // Why cuBLASLt cannot do a product, or "". Throws CudaError.
+  std::string refusal(const LtProduct&) const;
 
   // Queues all steps. The GPU is current. Throws CudaError.
   void run(const Plan&, const Resources&) const;

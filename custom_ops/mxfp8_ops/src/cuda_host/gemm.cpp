@@ -61,25 +61,28 @@ class GemmPlanner {
   Plan plan_of(Product p, bool rounds) {
     if (p.m * p.n == 0) return steps_.finished();
     if (rounds && parts_of(p.x.kind) > 1) p.x = {kBF16, rounded(&steps_, p.x.kind, p.x.data, p.m * p.k), 0};
-    const Row row = route(p, place_);
+    const Row row = route(p);
     by(row, p);
     return steps_.finished(row);
   }
 
  private:
-  // The first row that fits and that cuBLASLt does not refuse.
-  Row route(const Product& p, mxfp8_cuda_place place) const {
+  // The first row that fits and whose product cuBLASLt does not refuse. What it refuses is no choice in this plan
+  // again.
+  Row route(const Product& p) {
     for (;;) {
-      const Row row = choose(place, p.shape());
+      const Row row = choose(place_, p.shape());
       if (row == kNoRow) {
         const std::string capability =
-            std::to_string(place.capability / 10) + "." + std::to_string(place.capability % 10);
+            std::to_string(place_.capability / 10) + "." + std::to_string(place_.capability % 10);
         throw Error(MXFP8_NO_ROUTE, "no kernel for compute capability " + capability, "8.0 or later",
                     "use the CPU kernels");
       }
-      const int64_t cublaslt = mxfp8_cuda_route_at(row)->cublaslt;
-      if (cublaslt == 0 || !ask_ || ask_(for_cublaslt(row, p))) return row;
-      place.cublaslt &= ~cublaslt;
+      const Product asked = row == kParts ? in_parts(p, slice_rows(p), 0, 0) : p;
+      const Row by = row == kParts ? choose(unforced(place_), asked.shape()) : row;
+      const int64_t cublaslt = mxfp8_cuda_route_at(by)->cublaslt;
+      if (cublaslt == 0 || !ask_ || ask_(for_cublaslt(by, asked))) return row;
+      place_.cublaslt &= ~cublaslt;
     }
   }
 
@@ -130,8 +133,8 @@ class GemmPlanner {
   // By cuBLASLt, which writes float32 for finish.cu if there is more to do.
   void multiply(Row row, const Product& p, const Operand& x, const Operand& b) {
     const Argument y = direct(row, p) ? p.y : steps_.reserve(4 * p.m * p.n);
-    const auto [x_dtype, b_dtype, y_dtype, m, n, k, alignment] = for_cublaslt(row, p);
-    steps_.add(MXFP8_MATMUL, {x.data, x.scales, b.data, b.scales, y, m, n, k, x_dtype, b_dtype, y_dtype, alignment,
+    const LtProduct product = for_cublaslt(row, p);
+    steps_.add(MXFP8_MATMUL, {x.data, x.scales, b.data, b.scales, y, p.m, p.n, p.k, product[0], product[1], product[2],
                               steps_.reserve(kCublasLtWorkspace)});
     if (!direct(row, p)) finish(p, {y});
   }
@@ -143,18 +146,12 @@ class GemmPlanner {
 
   static LtProduct for_cublaslt(Row row, const Product& p) {
     const bool wide = row == kLarge;
+    const auto dtype = [&](const Operand& o) { return wide ? int64_t(MXFP8_BFLOAT16) : row_of(o.kind).code; };
     const int64_t y_dtype = direct(row, p) ? p.y_dtype : int64_t(MXFP8_FLOAT32);
-    // Scratch memory is aligned.
-    const bool aligned = (wide && is_element(p.x.kind) ? true : p.x.data.aligned()) &&
-                         (!wide ? p.b.data.aligned() : !p.wide || p.wide->data.aligned()) &&
-                         (!direct(row, p) || p.y.aligned());
-    return {wide ? int64_t(MXFP8_BFLOAT16) : row_of(p.x.kind).code,
-            wide ? int64_t(MXFP8_BFLOAT16) : row_of(p.b.kind).code,
-            y_dtype,
-            p.m,
-            p.n,
-            p.k,
-            aligned ? 16 : 2};
+    const int64_t scratch = 0;  // it is aligned to more than 16
+    const int64_t x = wide && is_element(p.x.kind) ? scratch : p.x.data.value, y = direct(row, p) ? p.y.value : scratch;
+    const int64_t b = !wide ? p.b.data.value : p.wide ? p.wide->data.value : scratch;
+    return {dtype(p.x), dtype(p.b), y_dtype, p.m, p.n, p.k, alignment(x), alignment(b), alignment(y)};
   }
 
   Wide widened(const Operand& x, int64_t rows, int64_t k, Argument inexact) {
@@ -167,8 +164,8 @@ class GemmPlanner {
 
   // float32 and float16 x: its bfloat16 parts are two or three rows for each, and finish.cu adds up.
   void parts(const Product& p) {
-    const int64_t count = parts_of(p.x.kind), most = place_.parts_bytes != 0 ? place_.parts_bytes : kPartsBytes;
-    const int64_t rows = std::min(p.m, std::max(most / (4 * count * p.n), kSkinnyRows));
+    const int64_t count = parts_of(p.x.kind), rows = slice_rows(p);
+    place_ = unforced(place_);  // from here on: the products of the parts
     const Argument inexact = steps_.reserve(4);
     const Argument data = steps_.reserve(2 * count * rows * p.k), sums = steps_.reserve(4 * count * rows * p.n);
     steps_.clear(inexact, 1);
@@ -177,15 +174,26 @@ class GemmPlanner {
       const int64_t total = slice.m * p.k;
       const bool ragged = total % 16 != 0 || unaligned({slice.x.data});
       steps_.launch(kBfloat16Parts({p.x.kind, ragged}), ceil_div(total, 16 * kThreads), {slice.x.data, data, total});
-      Product inner = slice;
-      inner.x = {kBF16, data, 0}, inner.m = count * slice.m;
-      inner.bias = 0, inner.y = sums, inner.y_dtype = MXFP8_FLOAT32;
+      const Product inner = in_parts(slice, slice.m, data, sums);
       const int64_t mark = steps_.mark();
-      by(route(inner, unforced(place_)), inner);
+      by(route(inner), inner);
       steps_.release(mark);
       finish(slice, {sums, count, 8, inexact});
     }
     float32(p, inexact);
+  }
+
+  // The rows of x whose parts are multiplied at once.
+  int64_t slice_rows(const Product& p) const {
+    const int64_t most = place_.parts_bytes != 0 ? place_.parts_bytes : kPartsBytes;
+    return std::min(p.m, std::max(most / (4 * parts_of(p.x.kind) * p.n), kSkinnyRows));
+  }
+
+  // The product of the parts of the first rows of x, into sums.
+  static Product in_parts(Product p, int64_t rows, Argument parts, Argument sums) {
+    p.m = rows * parts_of(p.x.kind), p.x = {kBF16, parts, 0};
+    p.bias = 0, p.y = sums, p.y_dtype = MXFP8_FLOAT32;
+    return p;
   }
 
   // Without `only_if`; with it, a word, only if that is not 0 then.
@@ -223,7 +231,7 @@ class GemmPlanner {
     return slice;
   }
 
-  const mxfp8_cuda_place place_;
+  mxfp8_cuda_place place_;
   const Ask& ask_;
   Steps steps_;
 };
@@ -260,7 +268,7 @@ mxfp8_cuda_gemm checked(const mxfp8_cuda_gemm* request) {
   check_array(at("y", g.y, bytes_of(g.y_dtype)), {g.m, g.n});
   if (g.wide != 0) check_array(at("wide", g.wide, 2), {g.n, g.k});
   if (g.wide_inexact != 0) check_array(at("wide_inexact", g.wide_inexact, 4), {1});
-  if (g.b_swizzled != 0) check_array(at("b_swizzled", g.b_swizzled, 1), {swizzled_bytes(g.n, g.k)});
+  if (g.b_swizzled != 0) check_array(at("b_swizzled", g.b_swizzled, 16), {swizzled_bytes(g.n, g.k) / 16});
   return g;
 }
 
@@ -317,6 +325,11 @@ extern "C" MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place* place, con
                                               const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* to) {
   using namespace mxfp8::cuda;
   return answer_with(queue, to, [&] {
-    return plan(checked(place), checked(gemm), queue == nullptr ? Ask() : Executor::for_gpu(int(queue->gpu)).ask());
+    if (queue == nullptr) return plan(checked(place), checked(gemm));
+    const Executor& executor = Executor::for_gpu(int(queue->gpu));
+    std::string warning;
+    Plan planned = plan(checked(place), checked(gemm), executor.ask(&warning));
+    executor.gpu().warn(warning);
+    return planned;
   });
 }

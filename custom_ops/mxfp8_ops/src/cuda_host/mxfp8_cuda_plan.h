@@ -45,7 +45,7 @@ typedef struct {
   int64_t m, n, k;
   int64_t wide, wide_inexact;  // b in bfloat16, if it is kept, and a word that is not 0 if that cannot hold it
   int64_t activation_dtype;    // MXFP8_BFLOAT16: values of x are rounded to it first; 0, MXFP8_FLOAT32: as they are
-  int64_t b_swizzled;          // b_scales in the 128x4 layout, if they are kept
+  int64_t b_swizzled;          // b_scales in the 128x4 layout, aligned to 16 bytes, if they are kept
 } mxfp8_cuda_gemm;
 
 enum { MXFP8_PLAIN = 0, MXFP8_TRANSPOSED = 1 };
@@ -90,8 +90,8 @@ enum {
   MXFP8_LAUNCH = 0,  // launch a kernel: its parameters
   MXFP8_CLEAR = 1,   // write zeros: address, number of 32-bit words
   // A product y = x b^T by cuBLASLt, summed in float32 throughout: x, x_scales, b, b_scales, y, m, n, k, the codes of
-  // the dtypes of x, b and y, the alignment of x, b and y in bytes, a workspace. FP8 operands have scales per block in
-  // the 128x4 layout, operands of bfloat16 have none.
+  // the dtypes of x, b and y, a workspace. FP8 operands have scales per block in the 128x4 layout, operands of bfloat16
+  // have none.
   MXFP8_MATMUL = 2,
 };
 enum { MXFP8_MOST_ARGUMENTS = 14 };
@@ -130,7 +130,8 @@ MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize*, const mxf
 MXFP8_API int mxfp8_cuda_plan_embedding(const mxfp8_cuda_embedding*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_grouped(const mxfp8_cuda_grouped*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
-// Queues the steps of a plan, which is the calling thread's latest.
+// Queues the steps of a plan, which is the calling thread's latest and was made with a queue: without one, cuBLASLt
+// was not asked, whose refusal is an error here.
 MXFP8_API int mxfp8_cuda_run(const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
 // Bytes of scales [rows, ceil(k / 32)] in the 128x4 layout; or a status, which is below 0.

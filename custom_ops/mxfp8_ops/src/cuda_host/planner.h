@@ -14,9 +14,10 @@ constexpr int kThreads = 256;  // threads of a block, in every kernel
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t scale_count(int64_t k) { return ceil_div(k, kBlock); }
 
-// A product for cuBLASLt, which MXFP8_MATMUL explains: the dtypes of x, b and y, then m, n, k, the alignment.
-using LtProduct = std::array<int64_t, 7>;
-// Whether cuBLASLt can do a product; empty if it is taken to.
+// A product of MXFP8_MATMUL: the dtypes of x, b and y, then m, n, k, then the alignments of x, b and y in bytes.
+using LtProduct = std::array<int64_t, 9>;
+inline int64_t alignment(int64_t address) { return address % 16 == 0 ? 16 : address & -address; }  // at most 16
+// Whether cuBLASLt can do a product. An empty one stands for yes.
 using Ask = std::function<bool(const LtProduct&)>;
 constexpr int64_t kCublasLtWorkspace = 32 << 20;  // bytes that NVIDIA recommends for Hopper and later
 

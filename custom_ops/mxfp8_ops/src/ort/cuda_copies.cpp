@@ -62,9 +62,9 @@ class Turn final : public Operands {
   ~Turn() { gpu_.driver().wait(kThreadStream); }  // also after an error: the memory must be free for the next node
   Turn(const Turn&) = delete;
 
-  void run(const Executor& executor, Job* job) {
+  void run(const Executor& executor, Job* job, std::string* warning) {
     job->visit(this);
-    const cuda::Plan plan = job->plan(gpu_.place(), {}, executor.ask());
+    const cuda::Plan plan = job->plan(gpu_.place(), {}, executor.ask(warning));
     const uint64_t scratch = shared().scratch.room(gpu_, plan.scratch_bytes);
     executor.run(plan, {kThreadStream, scratch});
     for (const Result& result : results_) {
@@ -137,8 +137,9 @@ class CopiesBackend : public Backend {
   ~CopiesBackend() override { release_residents(); }
 
   void run(OrtKernelContext*, Job* job) const override {
-    Turn turn(gpu_, residents_, job);
-    turn.run(executor_, job);
+    std::string warning;
+    Turn(gpu_, residents_, job).run(executor_, job, &warning);
+    gpu_.warn(warning);
   }
 
  private:
