@@ -44,7 +44,7 @@ def few_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
 
 
 def many_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
-    """Products on cuBLAS."""
+    """Products on cuBLASLt."""
     for m in (65, 96):  # gemm_skinny in slices may win below the rows of the targets
         yield cases.many_rows(rounds, (m, size, size), {})
     yield cases.many_rows(rounds, (128, size, size), {"weight-only": (1.1,)})
@@ -168,8 +168,8 @@ def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], fol
     lines += [
         "",
         "eager: the processor's time for a call without a CUDA graph; all else is the GPU's, in one.",
-        "x copy: against a copy that moves as many bytes. M <= 64 is gemm_skinny; more rows are dequantize and cuBLAS,",
-        "on Blackwell its MXFP8 product.",
+        "x copy: against a copy that moves as many bytes. M <= 64 is gemm_skinny; more rows are dequantize and",
+        "cuBLASLt, on Blackwell its MXFP8 product.",
         "",
         f"{len(verdicts)} targets: " + ", ".join(f"{verdicts.count(v)} {v}" for v in ("stretch", "ok", "MISSED")) + ".",
         *(f"Section {name} is incomplete: {why}." for name, why in failures.items()),

@@ -114,6 +114,7 @@ def run(
     inputs: arg.SamplesPath = None,
     repeat: arg.Repeat = 10,
     profile: Annotated[bool, Option("--profile", help="Also print the kernel and the time of each node.")] = False,
+    device: Annotated[str, Option(metavar="cpu|cuda|cuda-copies", help="Where our nodes run.")] = "cpu",
     dim: arg.Dims = None,
     seed: arg.Seed = 0,
     report: arg.Reports = None,
@@ -125,7 +126,7 @@ def run(
 
     check_reports(report, [model], overwrite=overwrite)
     result = run_model(
-        model, inputs=inputs, shapes=arg.shapes(dim), seed=seed, repeat=repeat, profile=profile,
+        model, inputs=inputs, shapes=arg.shapes(dim), seed=seed, repeat=repeat, profile=profile, device=device,
     )  # fmt: skip
     print_result(result, json=json, reports=report, overwrite=overwrite)
 

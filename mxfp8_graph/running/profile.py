@@ -80,6 +80,7 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
         first.setdefault(name, event)
         # A node in the body of a Loop has several entries in a run.
         seconds[name][bisect_right(starts, event["ts"]) - 1] += event["dur"] / 1e6
+    _name_inlined(native, {name: event["args"]["op_name"] for name, event in first.items()}, runs)
     return [
         NodeProfile(
             name=name,
@@ -92,6 +93,23 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
         for name, event in first.items()
         for kernel, isa in [kernels_of(native[name])]
     ]
+
+
+def _name_inlined(calls: dict[str, list[cpu.Call]], ops: Mapping[str, str], runs: int) -> None:
+    """Adds the calls of our nodes in bodies that ONNX Runtime inlined, by the names that it shows for them.
+
+    These nodes have no name, so each is found by its place among those of its op.
+
+    Args:
+        calls: the calls by name, "" for those of such nodes.
+        ops: name of each node -> its op, in the order in which they ran.
+        runs: number of runs.
+    """
+    for op in {call.op for call in calls.get("", ())}:
+        same = [call for call in calls[""] if call.op == op]
+        names = [name for name, other in ops.items() if other == op and name not in calls]
+        if len(same) == len(names) * runs:  # in a loop, there are more calls
+            calls.update({name: same[i :: len(names)] for i, name in enumerate(names)})
 
 
 def _rounded(node: ir.Node) -> str:

@@ -22,7 +22,7 @@ from mxfp8_graph.running.profile import NodeProfile
 from mxfp8_graph.running.samples import SampleOptions, make_samples
 from mxfp8_graph.running.sessions import Execution, Runnable, Session, Timing
 from mxfp8_ops import contract, cpu
-from mxfp8_ops.errors import ContractError
+from mxfp8_ops.errors import BackendError, ContractError
 
 Model = Any
 """A path, an `onnx.ModelProto` or a `torch.export.ExportedProgram`: torch is not imported to name the last."""
@@ -40,7 +40,7 @@ class RunReport(Report):
     inputs: str
     """The inputs in words."""
     isa: str
-    """The instruction set the kernels ran on."""
+    """The instruction set the kernels ran on, or the device."""
     timing: Timing
     nodes: tuple[NodeProfile, ...] = ()
     """Profile of each node over the same number of runs, if requested."""
@@ -89,29 +89,35 @@ class RunReport(Report):
 
 
 @blame_models_if_checker_complains("model")
-def run_model(model: Model, *, repeat: int = 10, profile: bool = False, **samples: Unpack[SampleOptions]) -> RunReport:
+def run_model(
+    model: Model, *, repeat: int = 10, profile: bool = False, device: str = "cpu", **samples: Unpack[SampleOptions]
+) -> RunReport:
     """Returns outputs and latencies of `repeat` runs with our kernels, after a warm-up.
 
     Args:
         model: path of any ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
         repeat: number of timed runs, at least 1.
         profile: whether to run it again as often, with a profiler, for the kernel and the time of each node.
+        device: where our nodes of an ONNX model run: one of `mxfp8_ops.ort.DEVICES`. A program runs on the CPU.
         **samples: see `samples.SampleOptions`; the first of several samples is run.
 
     Raises:
         ContractError: the model cannot be read.
         ShapeError: `inputs` does not fit the model.
-        BackendError: ONNX Runtime cannot run it, or the native library is missing.
+        BackendError: ONNX Runtime cannot run it, the native library is missing, or the device cannot be used.
     """
     check_options("run_model", samples, SampleOptions)
-    signature, runnable = open_runnable(model)
+    if device != "cpu" and is_program(model):
+        raise BackendError(f"device {device!r}", "a program", expected="an ONNX model", advice="export it: to_onnx")
+    signature, runnable = open_runnable(model, execution=Execution(device=device))
     chosen = make_samples(signature, samples, run=runnable.run)
     feeds = chosen.feeds[0]
     # Timed without a profiler, which would slow the runs; the profile comes from other runs.
     timing = runnable.time(feeds, repeat)
     nodes = tuple(runnable.profile(feeds, repeat)) if profile else ()
     description = f"{describe(feeds)}, {chosen.source}"
-    facts: dict[str, Any] = {"model": signature.name, "inputs": description, "isa": cpu.isa()}
+    isa = cpu.isa() if device == "cpu" else device
+    facts: dict[str, Any] = {"model": signature.name, "inputs": description, "isa": isa}
     return RunReport(**facts, timing=timing, nodes=nodes, note=runnable.note)
 
 

@@ -138,6 +138,8 @@ class Execution:
     """Whether it may fuse and fold."""
     profile: Path | None = None
     """Prefix of the path of its profile; None writes no profile."""
+    device: str = "cpu"
+    """Where our nodes run: one of `ort.DEVICES`."""
     takes_turns: bool = False
     """Whether other sessions run in between: its idle threads then do not spin, which would slow them."""
 
@@ -184,7 +186,7 @@ class Session(Runnable):
         if execution.profile is not None:
             options.enable_profiling, options.profile_file_prefix = True, str(execution.profile)
         if kernels:
-            ort.register(options)
+            ort.register(options, device=execution.device)
         self.name = where
         try:
             content = str(model) if isinstance(model, (str, Path)) else _serialized(model, folder)
@@ -199,10 +201,15 @@ class Session(Runnable):
             raise BackendError(where, what, expected="one that can be fetched", advice="add one to the graph's outputs")
 
     def _load(self, content: bytes | str, options: Any, float32: bool) -> Any:
+        providers = [*([package.CUDA_PROVIDER] if self._execution.device == "cuda" else []), "CPUExecutionProvider"]
         try:
-            return package.onnxruntime().InferenceSession(content, options, providers=["CPUExecutionProvider"])
+            session = package.onnxruntime().InferenceSession(content, options, providers=providers)
         except _runtime_errors() as error:
             reason, missing = _in_one_line(error), _MISSING.search(str(error))
+        else:
+            if self._execution.device == "cuda":
+                ort.check_started(session, providers)
+            return session
         # ONNX Runtime refuses a 16-bit model at the first node without a kernel. A copy in float32 runs.
         if missing and float32:
             infer(model := load(self._model))

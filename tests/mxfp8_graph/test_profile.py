@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import cuda_driver_emulation
 import models as b
 import numpy as np
 import onnx
@@ -17,6 +18,7 @@ from mxfp8_graph import Recipe, rewrite
 from mxfp8_graph.running.profile import NodeProfile, of_session
 from mxfp8_graph.running.runner import run_model
 from mxfp8_ops import cpu, native
+from mxfp8_ops.errors import BackendError
 
 
 def profile(model, **options) -> dict[str, NodeProfile]:
@@ -36,6 +38,24 @@ def profile(model, **options) -> dict[str, NodeProfile]:
 def test_what_a_node_multiplied(recipe, operands):
     rewritten, _ = rewrite(b.chain_model(), recipe=recipe)
     assert profile(rewritten)["layers.0.linear"].operands == operands
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_the_kernel_is_the_row_of_the_dispatch_table(monkeypatch):
+    with cuda_driver_emulation.machine(monkeypatch):
+        rewritten, _ = rewrite(b.chain_model(), recipe="mxfp8")
+        report = run_model(rewritten, repeat=1, profile=True, device="cuda-copies")
+    assert report.isa == "cuda-copies"
+    kernels = {(node.op, node.kernel, node.isa) for node in report.nodes if node.isa}
+    assert ("MXFP8Gemm", "skinny", "cuda") in kernels, kernels
+
+
+def test_a_device_that_cannot_be_used_is_an_error():
+    rewritten, _ = rewrite(b.chain_model())
+    with pytest.raises(BackendError, match="device 'gpu'"):
+        run_model(rewritten, device="gpu")
+    with pytest.raises(BackendError, match=r"device 'cuda': onnxruntime .* has no CUDAExecutionProvider"):
+        run_model(rewritten, device="cuda")
 
 
 def event(name: str, ts: int, dur: int, category: str = "Node", **args: Any) -> dict[str, Any]:

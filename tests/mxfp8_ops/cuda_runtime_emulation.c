@@ -1,5 +1,4 @@
-// The CUDA runtime and cuBLAS on the CPU, as far as ONNX Runtime's CUDA provider needs them to start and to run the
-// nodes.
+// The CUDA runtime on the CPU, as far as ONNX Runtime's CUDA provider needs it to start and to run the nodes.
 //
 // Memory and copies work, kernels of ONNX Runtime itself do nothing. test_ort_provider.py adds stubs that return 0 for
 // every other function the provider asks for, and builds this once per library: -DLIBCUDART, -DLIBCUBLAS.

@@ -1,7 +1,7 @@
 """The nodes on a GPU inside ONNX Runtime: make gpu-test. Needs CuPy, onnxruntime and the native library.
 
 Device "cuda-copies" in any ONNX Runtime; device "cuda" in onnxruntime-gpu and, with or without that, in the emulation
-of its provider on the real driver, real streams and the real cuBLAS.
+of its provider on the real driver, real streams and the real cuBLASLt.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def session(
             for one session.
         device: one of `DEVICES`. If the nodes cannot run there, you get an error instead of a warning.
         keep_wide: on "cuda", keep constant weights in bfloat16 too. This takes two more bytes a value; products of many
-            rows then skip the dequantization at each run.
+            rows in bfloat16 then skip the dequantization at each run. Products on FP8 tensor cores do not use it.
         prepack: the copy of a constant weight that the processor keeps from the first run on. "auto": its codes in the
             layout of the kernel, 1.03 bytes a value; if the weight is mapped from an external data file, its pages are
             released. "never": no copy; each run rearranges the weight.
@@ -160,17 +160,30 @@ def session(
     used = _device(ort, names) if device is None else device
     register(options, device=used, keep_wide=keep_wide, prepack=prepack)
     inference_session = ort.InferenceSession(model, sess_options=options, providers=list(providers), **kwargs)
-    # A session may open without a provider that it was asked for. If the caller named this device, that is an error.
-    if used == "cuda" and CUDA_PROVIDER not in inference_session.get_providers():
-        what = f"the session has the providers {', '.join(inference_session.get_providers())}"
-        advice = "name it in `providers`"
-        if CUDA_PROVIDER in names:
-            what, advice = f"{what}. {package.libraries(ort)}", "install what is missing (`mxfp8-graph doctor`)"
-        error = BackendError("device 'cuda'", what, expected=str(CUDA_PROVIDER), advice=advice)
-        if device == "cuda":
-            raise error
-        warnings.warn(f"the MXFP8 nodes run on the CPU: {error}", stacklevel=2)
+    if used == "cuda":
+        try:
+            check_started(inference_session, names)
+        except BackendError as error:
+            if device == "cuda":
+                raise
+            warnings.warn(f"the MXFP8 nodes run on the CPU: {error}", stacklevel=2)
     return inference_session
+
+
+def check_started(inference_session: onnxruntime.InferenceSession, providers: Sequence[str]) -> None:
+    """Checks that a session which was to have these providers has CUDA's: it opens without one that does not start.
+
+    Raises:
+        BackendError: it does not have it.
+    """
+    started = inference_session.get_providers()
+    if CUDA_PROVIDER in started:
+        return
+    what, advice = f"the session has the providers {', '.join(started)}", "name it in `providers`"
+    if CUDA_PROVIDER in providers:
+        what = f"{what}. {package.libraries(package.onnxruntime())}"
+        advice = "install what is missing (`mxfp8-graph doctor`)"
+    raise BackendError("device 'cuda'", what, expected=str(CUDA_PROVIDER), advice=advice)
 
 
 def _device(ort: Any, providers: Sequence[str]) -> str:

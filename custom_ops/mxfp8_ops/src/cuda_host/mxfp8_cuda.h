@@ -3,8 +3,8 @@
 //
 // The library holds no CUDA code and is linked against no CUDA library. mxfp8_cuda_open tells it where the CUDA driver
 // is, and gives it a loader: callbacks that describe a GPU and find the kernels of src/cuda, compiled for it. For ONNX
-// Runtime they are called while a session is made, on the thread that makes it, and never while one runs - but for
-// `warn` -; for the plans of mxfp8_cuda_plan.h, when a kernel is first used.
+// Runtime they are called while a session is made, on the thread that makes it; only `warn` may be called while one runs.
+// For the plans of mxfp8_cuda_plan.h they are called when a kernel is first used.
 //
 // Session options say where their nodes run by the configuration entry "mxfp8.device", read when the library is
 // registered with them:
@@ -31,7 +31,7 @@ typedef struct {
   void* context;   // CUcontext: the primary context of the GPU, which stays alive
   int processors;  // its multiprocessors
   int capability;  // its compute capability, 10 major + minor
-  // The file of cuBLASLt, as dlopen takes it, or NULL; copied. It is opened at the first product that it may do.
+  // The file of cuBLASLt, as dlopen takes it, or NULL; copied.
   const char* cublaslt;
 } mxfp8_cuda_gpu;
 

@@ -16,7 +16,7 @@ constexpr int64_t kMxfp8 = bit(kE4M3) | bit(kind_of(MXFP8_E5M2));  // what Black
 // block_scaled  cuBLASLt: the MXFP8 product of Blackwell's tensor cores; swizzle_scales.cu lays out the scales.
 // large         dequantize.cu to bfloat16, then cuBLASLt; gemm_float32.cu repairs it if bfloat16 could not hold an
 //               operand.
-// slices        gemm_skinny.cu on 64 rows at a time, where there is no cuBLASLt.
+// slices        gemm_skinny.cu on 64 rows at a time, if cuBLASLt is missing or refuses.
 // parts         bfloat16_parts.cu: a float32 is the sum of three bfloat16 values, a float16 of two; a row above
 //               multiplies them, three (two) rows for each row of x, and finish.cu adds up. gemm_float32.cu repairs what
 //               is not finite. For few rows, `skinny` does all of that itself.
