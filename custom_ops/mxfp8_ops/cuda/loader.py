@@ -110,8 +110,10 @@ _LOADER: Final = _Loader(_GPU(_gpu), _KERNELS(_kernels), _WARN(_warn))
 @functools.cache
 def cublaslt() -> bytes | None:
     """Returns the file of cuBLASLt, or None: the one that this process has loaded, otherwise the newest."""
+    if sys.platform == "win32":  # it has no RTLD_NOLOAD
+        return None
     candidates = system.candidates("libcublasLt", "cublas")
-    for mode in (os.RTLD_NOLOAD | os.RTLD_LAZY, os.RTLD_LAZY) if sys.platform == "linux" else ():
+    for mode in (os.RTLD_NOLOAD | os.RTLD_LAZY, os.RTLD_LAZY):
         for path in candidates:
             with contextlib.suppress(OSError):
                 ctypes.CDLL(path, mode=mode)

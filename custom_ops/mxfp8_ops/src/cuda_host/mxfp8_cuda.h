@@ -3,8 +3,8 @@
 //
 // The library holds no CUDA code and is linked against no CUDA library. mxfp8_cuda_open tells it where the CUDA driver
 // is, and gives it a loader: callbacks that describe a GPU and find the kernels of src/cuda, compiled for it. For ONNX
-// Runtime they are called while a session is made, on the thread that makes it; only `warn` may be called while one runs.
-// For the plans of mxfp8_cuda_plan.h they are called when a kernel is first used.
+// Runtime they are called while a session is made, on the thread that makes it; only `warn` may be called while one
+// runs. For the plans of mxfp8_cuda_plan.h they are called when a kernel is first used.
 //
 // Session options say where their nodes run by the configuration entry "mxfp8.device", read when the library is
 // registered with them:
