@@ -27,7 +27,10 @@ class NodeProfile(Data):
     name: str
     op: str
     operands: str
-    """Dtypes of its product: "e4m3 x e4m3", "float32 x float32"; empty if it does not multiply."""
+    """Dtypes of its product: "e4m3 x e4m3", "float32 x float32".
+
+    It is empty if the node does not multiply, and for values that a node in an inlined body multiplies.
+    """
     kernel: str
     """The gemm kernels of the native library that ran, or on a GPU the row of its dispatch table.
 
@@ -81,11 +84,12 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
         # A node in the body of a Loop has several entries in a run.
         seconds[name][bisect_right(starts, event["ts"]) - 1] += event["dur"] / 1e6
     _name_inlined(native, {name: event["args"]["op_name"] for name, event in first.items()}, runs)
+    named = {node.name for node in model.graph.all_nodes()}
     return [
         NodeProfile(
             name=name,
             op=event["args"]["op_name"],
-            operands=_operands(event["args"], rounded.get(name)),
+            operands=_operands(event["args"], rounded.get(name), inlined=name not in named),
             kernel=kernel,
             isa=isa,
             seconds=statistics.median(seconds[name]),
@@ -108,8 +112,9 @@ def _name_inlined(calls: dict[str, list[cpu.Call]], ops: Mapping[str, str], runs
     for op in {call.op for call in calls.get("", ())}:
         same = [call for call in calls[""] if call.op == op]
         names = [name for name, other in ops.items() if other == op and name not in calls]
-        if len(same) == len(names) * runs:  # in a loop, there are more calls
-            calls.update({name: same[i :: len(names)] for i, name in enumerate(names)})
+        # In a loop there are more calls, and nodes of two bodies may have one name. Then each gets all the calls.
+        each_in_place = len(same) == len(names) * runs
+        calls.update({name: same[i :: len(names)] if each_in_place else same for i, name in enumerate(names)})
 
 
 def _rounded(node: ir.Node) -> str:
@@ -134,10 +139,13 @@ def kernels_of(calls: Sequence[cpu.Call]) -> tuple[str, str]:
     return ", ".join(gemms), ", ".join(dict.fromkeys(call.isa for call in calls if call.isa))
 
 
-def _operands(args: Mapping[str, Any], rounded: str | None) -> str:
+def _operands(args: Mapping[str, Any], rounded: str | None, *, inlined: bool) -> str:
     op, types = args["op_name"], [next(iter(entry)) for entry in args.get("input_type_shape", ())]
     factors = [at for at in _FACTORS.get(op, ()) if at < len(types)]
     names = {at: _DTYPES.get(types[at], types[at]) for at in factors}
-    if rounded is not None and op in contract.OPS:  # packed operands are not rounded
-        names |= {at: rounded for at in factors if contract.OPS[op].inputs[at].dtypes == contract.VALUES}
+    values = [at for at in factors if op in contract.OPS and contract.OPS[op].inputs[at].dtypes == contract.VALUES]
+    if inlined and values:  # only the node that had the body tells to which dtype it rounds them
+        return ""
+    if rounded is not None:  # packed operands are not rounded
+        names |= dict.fromkeys(values, rounded)
     return " x ".join(names.values())

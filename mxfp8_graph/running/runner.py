@@ -21,7 +21,7 @@ from mxfp8_graph.running.inputs import Signature, describe
 from mxfp8_graph.running.profile import NodeProfile
 from mxfp8_graph.running.samples import SampleOptions, make_samples
 from mxfp8_graph.running.sessions import Execution, Runnable, Session, Timing
-from mxfp8_ops import contract, cpu
+from mxfp8_ops import contract, cpu, ort
 from mxfp8_ops.errors import BackendError, ContractError
 
 Model = Any
@@ -79,7 +79,8 @@ class RunReport(Report):
             share = ours / (sum(node.seconds for node in self.nodes) or 1.0)
             tiles.append(Tile("our kernels", f"{share:.0%}", note="of the time of all nodes"))
         elif Path(self.model).suffix:
-            command = f"mxfp8-graph run {shlex.quote(self.model)} --profile"
+            device = f" --device {self.isa}" if self.isa in ort.DEVICES else ""
+            command = f"mxfp8-graph run {shlex.quote(self.model)}{device} --profile"
         return Head(tiles=tiles, command=command)
 
     @property
@@ -107,8 +108,12 @@ def run_model(
         BackendError: ONNX Runtime cannot run it, the native library is missing, or the device cannot be used.
     """
     check_options("run_model", samples, SampleOptions)
+    if device not in ort.DEVICES:
+        expected = f"one of {', '.join(ort.DEVICES)}"
+        raise BackendError("run_model", f"device {device!r}", expected=expected, advice="correct the name")
     if device != "cpu" and is_program(model):
-        raise BackendError(f"device {device!r}", "a program", expected="an ONNX model", advice="export it: to_onnx")
+        advice = "write it with mxfp8_graph.to_onnx"
+        raise BackendError(f"device {device!r}", "a program", expected="an ONNX model", advice=advice)
     signature, runnable = open_runnable(model, execution=Execution(device=device))
     chosen = make_samples(signature, samples, run=runnable.run)
     feeds = chosen.feeds[0]
@@ -118,7 +123,10 @@ def run_model(
     description = f"{describe(feeds)}, {chosen.source}"
     isa = cpu.isa() if device == "cpu" else device
     facts: dict[str, Any] = {"model": signature.name, "inputs": description, "isa": isa}
-    return RunReport(**facts, timing=timing, nodes=nodes, note=runnable.note)
+    note = runnable.note
+    if nodes and device == "cuda":
+        note = "; ".join(filter(None, (note, "on a GPU the time of a node is that of queueing its work")))
+    return RunReport(**facts, timing=timing, nodes=nodes, note=note)
 
 
 def is_program(model: Any) -> bool:
@@ -148,7 +156,8 @@ def open_runnable(model: Model, where: str = "{}", execution: Execution | None =
     original = not signature.rewritten  # a rewritten model is never run in other dtypes
     name = where.format(signature.name)
     session = Session(model, kernels=True, where=name, float32=original, execution=execution or Execution())
-    if any(node.op_type == contract.CONV.name for node in loaded.graph.all_nodes()):
+    on_cpu = execution is None or execution.device == "cpu"
+    if on_cpu and any(node.op_type == contract.CONV.name for node in loaded.graph.all_nodes()):
         session.note = "; ".join(filter(None, (session.note, presets.convolution_advice(cpu.isa()))))
     return signature, session
 

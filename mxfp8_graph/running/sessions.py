@@ -203,7 +203,8 @@ class Session(Runnable):
     def _load(self, content: bytes | str, options: Any, float32: bool) -> Any:
         providers = [*([package.CUDA_PROVIDER] if self._execution.device == "cuda" else []), "CPUExecutionProvider"]
         try:
-            session = package.onnxruntime().InferenceSession(content, options, providers=providers)
+            # Without its fallback: that prints the reason, and opens the session on the CPU.
+            session = package.onnxruntime().InferenceSession(content, options, providers=providers, enable_fallback=0)
         except _runtime_errors() as error:
             reason, missing = _in_one_line(error), _MISSING.search(str(error))
         else:

@@ -10,6 +10,7 @@ import models as b
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from commands import run
 from grids import looped
@@ -50,12 +51,34 @@ def test_on_a_gpu_the_kernel_is_the_row_of_the_dispatch_table(monkeypatch):
     assert ("MXFP8Gemm", "skinny", "cuda") in kernels, kernels
 
 
-def test_a_device_that_cannot_be_used_is_an_error():
+def test_a_device_that_cannot_be_used_is_an_error(monkeypatch):
     rewritten, _ = rewrite(b.chain_model())
-    with pytest.raises(BackendError, match="device 'gpu'"):
+    with pytest.raises(BackendError, match=r"device 'gpu'; expected one of cpu, cuda, cuda-copies"):
         run_model(rewritten, device="gpu")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
     with pytest.raises(BackendError, match=r"device 'cuda': onnxruntime .* has no CUDAExecutionProvider"):
         run_model(rewritten, device="cuda")
+
+
+@looped(
+    "calls, kernels",
+    [
+        (["skinny", "large"] * 2, {"G_1": "skinny", "G_2": "large"}),
+        (["skinny", "large", "large"] * 2, {"G_1": "skinny, large", "G_2": "skinny, large"}),  # one is in a loop
+        ([], {"G_1": "", "G_2": ""}),
+    ],
+)
+def test_nodes_of_inlined_bodies_are_found_by_their_place(calls, kernels):
+    op = "MXFP8WeightGemm"
+    made = [cpu.Call(op, "", "cuda", (kernel,), 1e-6) for kernel in calls]
+    types = [{dtype: [2, 2]} for dtype in ("float", "Float8E4M3FN", "uint8")]
+    events = [event("model_run", ts, 5, "Session") for ts in (0, 10)]
+    nodes = [(f"G_{i}_kernel_time", start + i) for start in (0, 10) for i in (1, 2)]
+    events += [event(name, ts, 1, op_name=op, input_type_shape=types) for name, ts in nodes]
+    profiled = of_session(ir.from_proto(b.chain_model()), events, made, runs=2)
+    assert {node.name: node.kernel for node in profiled} == kernels
+    assert {node.isa for node in profiled} == ({"cuda"} if calls else {""})
+    assert {node.operands for node in profiled} == {""}, "their values may be rounded"
 
 
 def event(name: str, ts: int, dur: int, category: str = "Node", **args: Any) -> dict[str, Any]:

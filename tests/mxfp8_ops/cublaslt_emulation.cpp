@@ -117,6 +117,7 @@ int refusal[2];                           // of bfloat16, of FP8: 1: a status; 2
 int failure;                              // status of products, unless it is 0
 int failure_once[2];                      // the next status of cublasLtCreate, of the heuristic
 size_t (*contexts)();                     // how many are pushed on this thread
+int64_t alignments[3];                    // of b, x and y in the last question
 void (*observe)(int b_type, int y_type);  // called for each product, unless it is null
 
 size_t call_count() { return calls.size(); }
@@ -131,10 +132,25 @@ void start() {
 
 size_t cublasLtGetVersion() { return 130100; }
 const char* cublasLtGetStatusName(int status) {
-  return status == kNotSupported ? "CUBLAS_STATUS_NOT_SUPPORTED" : "CUBLAS_STATUS_INVALID_VALUE";
+  switch (status) {
+    case kNotInitialized:
+      return "CUBLAS_STATUS_NOT_INITIALIZED";
+    case 3:
+      return "CUBLAS_STATUS_ALLOC_FAILED";
+    case kInvalidValue:
+      return "CUBLAS_STATUS_INVALID_VALUE";
+    case 13:
+      return "CUBLAS_STATUS_EXECUTION_FAILED";
+    case 14:
+      return "CUBLAS_STATUS_INTERNAL_ERROR";
+    case kNotSupported:
+      return "CUBLAS_STATUS_NOT_SUPPORTED";
+    default:
+      return "another status";
+  }
 }
 int cublasLtCreate(void** handle) {
-  *handle = &calls;
+  *handle = failure_once[0] == kSuccess ? &calls : nullptr;
   return std::exchange(failure_once[0], kSuccess);
 }
 
@@ -173,6 +189,7 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void* product, void* b, void* x
   const bool scaled = bl.type != kBfloat16;
   if (wishes.size() != 6 || wishes[1] != 32 << 20 || wishes[3] != 2 || wishes[7] != wishes[8]) return kInvalidValue;
   if (!fits(description, bl, xl, dl)) return kInvalidValue;
+  alignments[0] = wishes[5], alignments[1] = wishes[6], alignments[2] = wishes[7];
   const int64_t least = scaled ? 16 : 2, least_of_d = dl.type == 0 ? 4 : 2;
   if (wishes[5] < least || wishes[6] < least || wishes[8] < least_of_d) return kNotSupported;
   if (refusal[scaled] == 1) return kNotSupported;

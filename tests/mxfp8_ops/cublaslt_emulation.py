@@ -63,6 +63,12 @@ class CublasLt:
         (ctypes.c_int * 2).in_dll(self.library, "failure_once")[:] = [create, ask]
 
     @property
+    def alignments(self) -> tuple[int, int, int]:
+        """Returns the alignments of x, b and y in the last question, in bytes."""
+        b, x, y = (ctypes.c_int64 * 3).in_dll(self.library, "alignments")
+        return x, b, y
+
+    @property
     def questions(self) -> int:
         """Returns how often it was asked for an algorithm."""
         return int(self.library.question_count())

@@ -18,13 +18,13 @@ import pytest
 from compare import assert_same, assert_within, heavy_tailed
 from cublaslt_emulation import CublasLt, cublaslt
 from cuda_driver_emulation import Driver, machine
-from cuda_emulation import device, launch, queue, swizzle
+from cuda_emulation import device, launch, placed, queue, swizzle
 from cupy_stand_in import array, sources
 from grids import looped, pairwise
 from ort_emulation import LEGACY_STREAM, STREAM, CudaProvider, own_library
 
 from mxfp8_ops import contract, cpu, cuda, numerics, numpy_nodes
-from mxfp8_ops.cuda import dispatch, loader, planner, system
+from mxfp8_ops.cuda import dispatch, execution, loader, planner, system
 from mxfp8_ops.cuda.planner import CODES
 from mxfp8_ops.errors import BackendError
 
@@ -38,6 +38,7 @@ __all__ = ["cublaslt", "cupy", "emulated"]
 pytestmark = pytest.mark.cuda
 
 DTYPES = tuple(numerics.VALUE_DTYPES)
+BFLOAT16 = numerics.value_dtype("bfloat16")
 M, N, K = 70, 48, 160
 Product = Callable[..., np.ndarray]
 """(codes of x and w, bias or None, a_format, dtype) -> y."""
@@ -112,18 +113,25 @@ def test_a_batch_of_products_takes_them_too(blackwell, cublaslt):
         check(each, codes, None, "float32", "e4m3")
 
 
-def test_cublaslt_learns_that_an_operand_is_not_aligned(cupy, cublaslt):
-    """It takes 2 bytes for granted then, instead of 16; the stand-in looks at the addresses."""
-    w = numpy_nodes.quantize(heavy_tailed((N, K), 1))
-    memory = np.zeros(M * K + 8, numerics.value_dtype("bfloat16"))
-    for offset in (0, 1):
-        x = memory[offset:][: M * K].reshape(M, K)
-        x[:] = heavy_tailed((M, K))
-        y = np.asarray(cuda.weight_gemm(array(x), *map(array, w), dtype="float32"))
-        values, weight = x.astype(np.float32), numpy_nodes.dequantize(*w)
-        bound = numpy_nodes.gemm_error_bound(values, weight, "float32", None)
-        assert_within(y, values.astype(np.float64) @ weight.astype(np.float64).T, bound, f"offset {offset}")
-    assert (len(cublaslt.calls), cublaslt.questions) == (2, 2)
+@looped("aligned", [(16, 16, 16), (2, 16, 16), (16, 2, 16), (16, 16, 2), (8, 4, 2)])
+def test_cublaslt_learns_how_each_operand_is_aligned(cupy, cublaslt, aligned):
+    """x, a kept weight in bfloat16, and y; the stand-in looks at the addresses too."""
+    cublaslt.library.start()
+    x, w = (heavy_tailed(shape, seed).astype(BFLOAT16) for seed, shape in enumerate(((M, K), (N, K))))
+    arrays = x, w, np.zeros((M, N), BFLOAT16)
+    held = [placed(each, at % 16) for each, at in zip(arrays, aligned, strict=True)]
+    exact = np.zeros(4, np.uint32)
+    elements, scales = (placed(each) for each in numpy_nodes.quantize(w.astype(np.float32)))
+    kinds, at = [CODES[name] for name in ("bfloat16", "e4m3", "bfloat16")], [each.ctypes.data for each in held]
+    product = planner.Gemm(
+        *kinds, at[0], 0, elements.ctypes.data, scales.ctypes.data, 0, at[2], M, N, K, at[1], exact.ctypes.data
+    )
+    to = queue()
+    with dispatch.forced_route("large"):
+        plan = planner.gemm(dispatch.place(to.device), product, to.packed)
+    assert cublaslt.alignments == aligned
+    execution.run(plan, to)
+    assert [call.sizes for call in cublaslt.calls] == [(M, N, K)]
 
 
 def missing(lt: CublasLt, monkeypatch: Any) -> str:
@@ -132,13 +140,16 @@ def missing(lt: CublasLt, monkeypatch: Any) -> str:
 
 
 def no_library(lt: CublasLt, monkeypatch: Any) -> str:
-    Path(lt.path.decode()).with_name("text.so").write_text("text")
-    monkeypatch.setattr(cublaslt_emulation, "file", lambda: lt.path.replace(b"libcublasLt.so.13", b"text.so"))
+    path = Path(lt.path.decode()).with_name("text.so")
+    path.write_text("text")
+    text = str(path).encode()  # alive until the native library has copied it
+    monkeypatch.setattr(cublaslt_emulation, "file", lambda: text)
     return "text.so: "
 
 
 def another_library(lt: CublasLt, monkeypatch: Any) -> str:
-    monkeypatch.setattr(cublaslt_emulation, "file", lambda: str(own_library("no cuBLASLt")).encode())
+    path = str(own_library("no cuBLASLt")).encode()
+    monkeypatch.setattr(cublaslt_emulation, "file", lambda: path)
     return "has no cublasLtGetVersion"
 
 
@@ -213,22 +224,24 @@ def test_values_are_split_only_if_their_parts_have_a_row(monkeypatch, blackwell,
         assert sources(blackwell) == names
 
 
-@pytest.mark.parametrize("failure", [{"create": 3}, {"ask": 14}])
+@pytest.mark.parametrize(
+    ("failure", "name"), [({"create": 3}, "ALLOC_F"), ({"create": 14}, "INTERNAL_E"), ({"ask": 13}, "EXECUTION_F")]
+)
 def test_a_failure_that_says_nothing_about_the_product_is_an_error_and_is_forgotten(
-    blackwell, cublaslt, fresh, failure
+    blackwell, cublaslt, fresh, failure, name
 ):
     codes, bias = operands()
     cublaslt.fail_once(**failure)
-    with pytest.raises(BackendError, match=r"cannot multiply: cuBLASLt 130100: CUBLAS_STATUS_\w+; expected success"):
+    with pytest.raises(BackendError, match=f"cannot multiply: cuBLASLt 130100: CUBLAS_STATUS_{name}"):
         by_torch(codes, bias)
     check(by_torch(codes, bias), codes, bias, "float32", "e4m3")
     assert len(cublaslt.calls) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*cuBLASLt refuses")
-def test_a_forced_row_that_is_refused_is_an_error(blackwell, cublaslt, fresh):
+def test_a_forced_row_that_is_refused_is_an_error_and_a_warning(blackwell, cublaslt, fresh):
     cublaslt.refuse(cublaslt_emulation.STATUS)
-    with dispatch.forced_route("block_scaled"), pytest.raises(BackendError, match="forced route 'block_scaled' to fit"):
+    error = pytest.raises(BackendError, match="forced route 'block_scaled' to fit")
+    with pytest.warns(UserWarning, match="CUBLAS_STATUS_NOT_SUPPORTED"), dispatch.forced_route("block_scaled"), error:
         by_torch(operands()[0], None)
 
 

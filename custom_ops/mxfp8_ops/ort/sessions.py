@@ -159,6 +159,8 @@ def session(
     options = ort.SessionOptions() if session_options is None else session_options
     used = _device(ort, names) if device is None else device
     register(options, device=used, keep_wide=keep_wide, prepack=prepack)
+    if device == "cuda":  # ONNX Runtime's fallback prints why CUDA does not start, and opens the session on the CPU
+        kwargs.setdefault("enable_fallback", 0)
     inference_session = ort.InferenceSession(model, sess_options=options, providers=list(providers), **kwargs)
     if used == "cuda":
         try:

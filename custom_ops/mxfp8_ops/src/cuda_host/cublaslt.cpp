@@ -12,8 +12,11 @@ namespace {
 constexpr int kCompute32F = 68, kCudaR32F = 0, kTransposeA = 3, kScaleOfA = 17, kScaleOfB = 18, kScaleModeOfA = 31;
 constexpr int kScaleModeOfB = 32, kBlocksOf32 = 2, kTransposed = 1, kMostWorkspace = 1, kReductions = 3;
 constexpr int kReductionInFloat32 = 2, kAlignmentOfA = 5;
-constexpr int kNoMemory = 3, kInvalidValue = 7, kArchMismatch = 8, kNotSupported = 15;  // cublasStatus_t
+constexpr int kNotInitialized = 1, kInvalidValue = 7, kArchMismatch = 8, kNotSupported = 15;  // cublasStatus_t
 constexpr size_t kMostAnswers = 4096;  // M may differ at each call; an answer has some hundred bytes
+
+// Whether a status is an answer about the product.
+bool refuses(int status) { return status == kInvalidValue || status == kArchMismatch || status == kNotSupported; }
 
 void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }
 
@@ -94,8 +97,10 @@ void CublasLt::fail(const Gpu& gpu, int status) const {
 
 CublasLt::Answer CublasLt::ask(const Gpu& gpu, const LtProduct& p) {
   if (unusable_.empty() && handle_ == nullptr) {
-    const int status = lt_.create(&handle_);
-    if (status == kNoMemory) fail(gpu, status);
+    void* handle = nullptr;
+    const int status = lt_.create(&handle);
+    if (status == 0) handle_ = handle;
+    if (status != 0 && status != kNotInitialized && !refuses(status)) fail(gpu, status);
     if (status != 0) unusable_ = std::string("cublasLtCreate: ") + lt_.status_name(status);
   }
   if (!unusable_.empty()) return {unusable_, {}};
@@ -118,7 +123,7 @@ CublasLt::Answer CublasLt::ask(const Gpu& gpu, const LtProduct& p) {
   if (preference != nullptr) lt_.destroy_preference(preference);
   if (status == 0 && count > 0) status = choice.status;
   if (status == 0 && count > 0) return {"", choice};
-  if (status != 0 && status != kInvalidValue && status != kArchMismatch && status != kNotSupported) fail(gpu, status);
+  if (status != 0 && !refuses(status)) fail(gpu, status);
   return {"cuBLASLt " + std::to_string(lt_.version()) + ": " + (status == 0 ? "no algorithm" : lt_.status_name(status)),
           {}};
 }

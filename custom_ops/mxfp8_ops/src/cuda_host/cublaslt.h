@@ -15,8 +15,8 @@ class CublasLt {
   static CublasLt& of(const Gpu&);
 
   // Whether the library can do a product. It is asked at the first product of a shape. `warning` gets the text of the
-  // first refusal for each combination of dtypes, or that there is no library, once. Throws CudaError for failures that
-  // say nothing about the product, such as a lack of memory: the next call asks again.
+  // first refusal for each combination of dtypes, or that there is no library or none that starts, once. Throws
+  // CudaError for failures that say nothing about the product, such as a lack of memory: the next call asks again.
   bool multiplies(const Gpu&, const LtProduct&, std::string* warning);
   // Why the library cannot do a product, or "".
   std::string refusal(const Gpu& gpu, const LtProduct& p) { return answer(gpu, p).refusal; }
@@ -64,9 +64,9 @@ class CublasLt {
   };
 
   Functions lt_ = {};
-  std::string unusable_;  // why the library cannot be used at all, or ""
+  std::mutex mutex_;  // of what follows; handle_ stays as it is once it exists
   void* handle_ = nullptr;
-  std::mutex mutex_;  // of what follows, and of handle_ until it exists
+  std::string unusable_;  // why the library cannot be used at all, or ""
   std::map<LtProduct, Answer> answers_;
   std::set<std::array<int64_t, 3>> warned_;  // about these dtypes; zeros: that the library cannot be used
 };

@@ -71,6 +71,19 @@ class Gpu {
   std::string cublaslt_;
 };
 
+// A warning that is shown at the end of a scope, after an exception too: once no lock is held, as `warn` may run
+// Python.
+class Warning {
+ public:
+  explicit Warning(const Gpu& gpu) : gpu_(gpu) {}
+  ~Warning() { gpu_.warn(text); }
+  Warning(const Warning&) = delete;
+  std::string text;
+
+ private:
+  const Gpu& gpu_;
+};
+
 // Makes a GPU the thread's current one, as ONNX Runtime and the caller's own thread may not have.
 class Current {
  public:

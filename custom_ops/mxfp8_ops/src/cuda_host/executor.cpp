@@ -50,10 +50,10 @@ CudaFunction Executor::function(const mxfp8_cuda_step& step) const {
   return function;
 }
 
-Ask Executor::ask(std::string* warning) const {
+Ask Executor::ask(Warning* warning) const {
   return [this, warning](const LtProduct& product) {
     const Current current(gpu_);
-    return CublasLt::of(gpu_).multiplies(gpu_, product, warning);
+    return CublasLt::of(gpu_).multiplies(gpu_, product, &warning->text);
   };
 }
 

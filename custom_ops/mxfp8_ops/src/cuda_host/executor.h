@@ -23,9 +23,8 @@ class Executor {
   // CudaError.
   static const Executor& for_gpu(int gpu);
 
-  // Asks cuBLASLt about the products of a plan. The result throws CudaError. The text of a first refusal goes to
-  // `warning`, for Gpu::warn, once no lock is held: that may call Python.
-  Ask ask(std::string* warning) const;
+  // Asks cuBLASLt about the products of a plan. The result throws CudaError. `warning` gets the text of first refusals.
+  Ask ask(Warning* warning) const;
   // Why cuBLASLt cannot do a product, or "". Throws CudaError.
   std::string refusal(const LtProduct&) const;
 

@@ -79,9 +79,9 @@ class GemmPlanner {
                     "use the CPU kernels");
       }
       const Product asked = row == kParts ? in_parts(p, slice_rows(p), 0, 0) : p;
-      const Row by = row == kParts ? choose(unforced(place_), asked.shape()) : row;
-      const int64_t cublaslt = mxfp8_cuda_route_at(by)->cublaslt;
-      if (cublaslt == 0 || !ask_ || ask_(for_cublaslt(by, asked))) return row;
+      const Row inner = row == kParts ? choose(unforced(place_), asked.shape()) : row;
+      const int64_t cublaslt = mxfp8_cuda_route_at(inner)->cublaslt;
+      if (cublaslt == 0 || !ask_ || ask_(for_cublaslt(inner, asked))) return row;
       place_.cublaslt &= ~cublaslt;
     }
   }
@@ -327,9 +327,7 @@ extern "C" MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place* place, con
   return answer_with(queue, to, [&] {
     if (queue == nullptr) return plan(checked(place), checked(gemm));
     const Executor& executor = Executor::for_gpu(int(queue->gpu));
-    std::string warning;
-    Plan planned = plan(checked(place), checked(gemm), executor.ask(&warning));
-    executor.gpu().warn(warning);
-    return planned;
+    Warning warning(executor.gpu());
+    return plan(checked(place), checked(gemm), executor.ask(&warning));
   });
 }

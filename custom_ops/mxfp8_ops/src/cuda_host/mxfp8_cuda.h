@@ -31,7 +31,7 @@ typedef struct {
   void* context;   // CUcontext: the primary context of the GPU, which stays alive
   int processors;  // its multiprocessors
   int capability;  // its compute capability, 10 major + minor
-  // The file of cuBLASLt, as dlopen takes it, or NULL; copied.
+  // The file of cuBLASLt, as dlopen takes it, or NULL. The text must stay until the next call of the loader.
   const char* cublaslt;
 } mxfp8_cuda_gpu;
 

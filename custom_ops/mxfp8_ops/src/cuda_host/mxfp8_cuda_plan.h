@@ -131,7 +131,7 @@ MXFP8_API int mxfp8_cuda_plan_embedding(const mxfp8_cuda_embedding*, const mxfp8
 MXFP8_API int mxfp8_cuda_plan_grouped(const mxfp8_cuda_grouped*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
 // Queues the steps of a plan, which is the calling thread's latest and was made with a queue: without one, cuBLASLt
-// was not asked, whose refusal is an error here.
+// was not asked, so its refusal is an error here.
 MXFP8_API int mxfp8_cuda_run(const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
 // Bytes of scales [rows, ceil(k / 32)] in the 128x4 layout; or a status, which is below 0.

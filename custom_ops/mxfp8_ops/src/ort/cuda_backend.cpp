@@ -85,9 +85,8 @@ class CudaBackend : public Backend {
     Unclaimed unclaimed(job);
     const Scratch unused(memory_, context, stream, size_t(unclaimed.bytes()));
     unclaimed.give(unused.data());
-    std::string warning;
+    cuda::Warning warning(gpu_);
     const Plan planned = job->plan(gpu_.place(), kept_, executor_.ask(&warning));
-    gpu_.warn(warning);
     const Scratch scratch(memory_, context, stream, size_t(planned.scratch_bytes));
     const Current current(gpu_);
     executor_.run(planned, {stream, uint64_t(address(scratch.data()))});
@@ -108,8 +107,9 @@ class CudaBackend : public Backend {
         MXFP8_BFLOAT16, MXFP8_BFLOAT16, MXFP8_FLOAT32, cuda::kSkinnyRows + 1, n, k, 16, 16, 16};
     const std::string refusal = wide ? executor_.refusal(product) : "";
     if (!refusal.empty()) {
-      throw CudaError(gpu_.where() + ": keep_wide needs products of cuBLASLt (" + refusal + "); expected one that " +
-                      "multiplies bfloat16; upgrade nvidia-cublas, or omit keep_wide");
+      throw CudaError(
+          gpu_.where() + ": keep_wide needs products of cuBLASLt (" + refusal + "); expected one that " +
+          "multiplies bfloat16; install or upgrade nvidia-cublas (CUDA 12: nvidia-cublas-cu12), or omit keep_wide");
     }
     const cuda::Shape many = cuda::many_rows(cuda::kind_of(node.inputs[0]), cuda::kind_of(node.inputs[index]), n, k,
                                              address(b->data) % 16 == 0);

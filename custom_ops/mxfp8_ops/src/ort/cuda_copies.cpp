@@ -62,7 +62,7 @@ class Turn final : public Operands {
   ~Turn() { gpu_.driver().wait(kThreadStream); }  // also after an error: the memory must be free for the next node
   Turn(const Turn&) = delete;
 
-  void run(const Executor& executor, Job* job, std::string* warning) {
+  void run(const Executor& executor, Job* job, cuda::Warning* warning) {
     job->visit(this);
     const cuda::Plan plan = job->plan(gpu_.place(), {}, executor.ask(warning));
     const uint64_t scratch = shared().scratch.room(gpu_, plan.scratch_bytes);
@@ -137,9 +137,8 @@ class CopiesBackend : public Backend {
   ~CopiesBackend() override { release_residents(); }
 
   void run(OrtKernelContext*, Job* job) const override {
-    std::string warning;
+    cuda::Warning warning(gpu_);
     Turn(gpu_, residents_, job).run(executor_, job, &warning);
-    gpu_.warn(warning);
   }
 
  private:
