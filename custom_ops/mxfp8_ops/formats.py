@@ -48,7 +48,7 @@ class Dtype:
     cuda_name: str
     """Name of the type in src/cuda/codec.cuh."""
     cuda_data_type: int
-    """Code in cudaDataType, which cuBLAS and cuBLASLt take."""
+    """Code in cudaDataType, which cuBLASLt takes."""
     safetensors_name: str
     """Name of the dtype in safetensors files, also in files of compressed-tensors."""
 

@@ -155,13 +155,13 @@ def another_library(lt: CublasLt, monkeypatch: Any) -> str:
 
 def refused(lt: CublasLt, monkeypatch: Any) -> str:
     lt.refuse(cublaslt_emulation.STATUS)
-    what = "cuBLASLt refuses float8e4m3fn times float8e4m3fn -> float, M = 70, N = 48, K = 160"
+    what = "cuBLASLt refuses float8e4m3fn times float8e4m3fn, M = 70, N = 48, K = 160, in float"
     return f"{what} (cuBLASLt 130100: CUBLAS_STATUS_NOT_SUPPORTED); such products take the next row"
 
 
 def no_algorithm(lt: CublasLt, monkeypatch: Any) -> str:
     lt.refuse(cublaslt_emulation.NO_ALGORITHM)
-    what = "cuBLASLt refuses float8e4m3fn times float8e4m3fn -> float, M = 70, N = 48, K = 160"
+    what = "cuBLASLt refuses float8e4m3fn times float8e4m3fn, M = 70, N = 48, K = 160, in float"
     return f"{what} (cuBLASLt 130100: no algorithm); such products take the next row"
 
 
@@ -204,7 +204,7 @@ def test_products_of_bfloat16_can_be_refused_too(blackwell, cublaslt, fresh, pro
     cublaslt.refuse(cublaslt_emulation.STATUS, cublaslt_emulation.BFLOAT16, cublaslt_emulation.FP8)
     codes, bias = operands()
     blackwell.launched.clear()
-    both = "cuBLASLt refuses float8e4m3fn times .*; cuBLASLt refuses bfloat16 times bfloat16 -> float"
+    both = "cuBLASLt refuses float8e4m3fn times .*; cuBLASLt refuses bfloat16 times bfloat16, M = 70"
     with pytest.warns(UserWarning, match=both):
         y = product(codes, bias)
     check(y, codes, bias, "float32", "e4m3")

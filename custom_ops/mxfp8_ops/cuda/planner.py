@@ -14,12 +14,9 @@ from ctypes import POINTER, Structure, byref, c_char, c_int64, string_at
 from typing import Final, NamedTuple
 
 from mxfp8_ops import formats, native
-from mxfp8_ops.errors import BackendError
 
 CODES: Final = {name: row.onnx_dtype for name, row in formats.DTYPES.items()}
 """The code of each value dtype and element format in the library: its onnx.TensorProto.DataType."""
-
-NAMES: Final = {code: name for name, code in CODES.items()}
 
 BFLOAT16_PRODUCTS, BLOCK_SCALED_PRODUCTS = 1, 2
 """Bits of `Place.cublaslt`: MXFP8_BFLOAT16_PRODUCTS and the next constant in mxfp8_cuda_plan.h."""
@@ -29,8 +26,6 @@ LAUNCH, CLEAR, MATMUL = range(3)
 
 PLAIN, TRANSPOSED = range(2)
 """Values of `Quantize.layout`: MXFP8_PLAIN and the next constant."""
-
-_NO_ROUTE: Final = -4
 
 # The structs of mxfp8_cuda_plan.h, which documents their fields. All fields are int64_t, so a request is the packed
 # bytes of a tuple. To fill a ctypes structure field by field takes longer, and a plan may take at most 3 us
@@ -113,12 +108,9 @@ def gemm(place: Place, product: tuple[int, ...], queue: bytes | None = None) -> 
         ShapeError: a dtype or format is unknown, a size or address is impossible, or there are 2^31 or more blocks.
     """
     plan = Plan()
-    status = native.load().mxfp8_cuda_plan_gemm(_packed_place(place), _GEMM.pack(*product), queue, byref(plan))
-    if status:
-        # The message is made here: it needs names of dtypes, and the library has only their codes.
-        if status == _NO_ROUTE:
-            raise _no_route(place, Gemm(*product))
-        native.check("gemm", status)
+    native.check(
+        "gemm", native.load().mxfp8_cuda_plan_gemm(_packed_place(place), _GEMM.pack(*product), queue, byref(plan))
+    )
     return plan
 
 
@@ -182,15 +174,3 @@ def routes() -> tuple[Route, ...]:
 @functools.lru_cache
 def _packed_place(place: Place) -> bytes:
     return _PLACE.pack(*place)
-
-
-def _no_route(place: Place, p: Gemm) -> BackendError:
-    major, minor = divmod(place.capability, 10)
-    forced = f"the forced route {routes()[place.forced - 1].kernel!r} to fit" if place.forced else ""
-    return BackendError(
-        "cuda",
-        f"no route for {NAMES[p.x_kind]} times {NAMES[p.b_kind]}, M = {p.m}, N = {p.n}, K = {p.k} on compute "
-        f"capability {major}.{minor}",
-        expected=forced or "compute capability 8.0 or later",
-        advice="use another device or route",
-    )

@@ -143,11 +143,9 @@ bool CublasLt::multiplies(const Gpu& gpu, const LtProduct& p, std::string* warni
   const bool usable = unusable_.empty();
   if (!warned_.insert(usable ? std::array<int64_t, 3>{p[0], p[1], p[2]} : std::array<int64_t, 3>{}).second)
     return false;
-  const auto name = [](int64_t code) { return std::string(row_of(kind_of(code)).name); };
   if (!warning->empty()) *warning += "; ";  // one plan may have several refusals
-  *warning += usable ? "cuBLASLt refuses " + name(p[0]) + " times " + name(p[1]) + " -> " + name(p[2]) +
-                           ", M = " + std::to_string(p[3]) + ", N = " + std::to_string(p[4]) +
-                           ", K = " + std::to_string(p[5]) + " (" + why + "); such products"
+  *warning += usable ? "cuBLASLt refuses " + words_of(kind_of(p[0]), kind_of(p[1]), p[3], p[4], p[5]) + ", in " +
+                           row_of(kind_of(p[2])).name + " (" + why + "); such products"
                      : "no cuBLASLt (" + why + "); products of many rows";
   *warning += " take the next row of the dispatch table, which is slower; pip install --upgrade nvidia-cublas " +
               std::string("(CUDA 12: nvidia-cublas-cu12)");

@@ -57,11 +57,6 @@ Ask Executor::ask(Warning* warning) const {
   };
 }
 
-std::string Executor::refusal(const LtProduct& product) const {
-  const Current current(gpu_);
-  return CublasLt::of(gpu_).refusal(gpu_, product);
-}
-
 void Executor::run(const Plan& plan, const Resources& resources) const {
   const Driver& driver = gpu_.driver();
   ran_on_gpu(plan.route < 0 ? "" : mxfp8_cuda_route_at(plan.route)->name);

@@ -25,8 +25,6 @@ class Executor {
 
   // Asks cuBLASLt about the products of a plan. The result throws CudaError. `warning` gets the text of first refusals.
   Ask ask(Warning* warning) const;
-  // Why cuBLASLt cannot do a product, or "". Throws CudaError.
-  std::string refusal(const LtProduct&) const;
 
   // Queues all steps. The GPU is current. Throws CudaError.
   void run(const Plan&, const Resources&) const;

@@ -75,8 +75,13 @@ class GemmPlanner {
       if (row == kNoRow) {
         const std::string capability =
             std::to_string(place_.capability / 10) + "." + std::to_string(place_.capability % 10);
-        throw Error(MXFP8_NO_ROUTE, "no kernel for compute capability " + capability, "8.0 or later",
-                    "use the CPU kernels");
+        const mxfp8_cuda_route* forced = mxfp8_cuda_route_at(int(place_.forced) - 1);
+        throw Error(
+            MXFP8_NO_ROUTE,
+            "no route for " + words_of(p.x.kind, p.b.kind, p.m, p.n, p.k) + " on compute capability " + capability,
+            forced == nullptr ? "compute capability 8.0 or later"
+                              : std::string("the forced route '") + forced->name + "' to fit",
+            "use another device or route");
       }
       const Product asked = row == kParts ? in_parts(p, slice_rows(p), 0, 0) : p;
       const Row inner = row == kParts ? choose(unforced(place_), asked.shape()) : row;

@@ -56,6 +56,12 @@ inline Shape many_rows(Kind x, Kind b, int64_t n, int64_t k, bool b_aligned) {
   return {x, b, kSkinnyRows + 1, n, k, true, b_aligned};
 }
 
+// A product, in words.
+inline std::string words_of(Kind x, Kind b, int64_t m, int64_t n, int64_t k) {
+  return std::string(row_of(x).name) + " times " + row_of(b).name + ", M = " + std::to_string(m) +
+         ", N = " + std::to_string(n) + ", K = " + std::to_string(k);
+}
+
 // The first row that fits, or the forced one; kNoRow if there is none.
 Row choose(const mxfp8_cuda_place&, const Shape&);
 

@@ -1,6 +1,7 @@
 // The nodes on the CUDA execution provider: in its memory and on its stream.
 #include "cuda_backend.h"
 
+#include "../cuda_host/cublaslt.h"
 #include "../cuda_host/routes.h"
 #include "../error.h"
 #include "node_kernel.h"
@@ -105,7 +106,8 @@ class CudaBackend : public Backend {
     const bool wide = node.place.keep_wide;
     const cuda::LtProduct product = {
         MXFP8_BFLOAT16, MXFP8_BFLOAT16, MXFP8_FLOAT32, cuda::kSkinnyRows + 1, n, k, 16, 16, 16};
-    const std::string refusal = wide ? executor_.refusal(product) : "";
+    const Current current(gpu_);
+    const std::string refusal = wide ? cuda::CublasLt::of(gpu_).refusal(gpu_, product) : "";
     if (!refusal.empty()) {
       throw CudaError(
           gpu_.where() + ": keep_wide needs products of cuBLASLt (" + refusal + "); expected one that " +
@@ -117,7 +119,6 @@ class CudaBackend : public Backend {
     const int64_t wide_bytes = wide ? 256 + (2 * n * k + 255) / 256 * 256 : 0;
     const int64_t swizzled_bytes = swizzled ? mxfp8_cuda_swizzled_bytes(n, k) : 0;
     if (wide_bytes + swizzled_bytes == 0) return;
-    const Current current(gpu_);
     gpu_.check(gpu_.driver().allocate(&memory_of_kept_, size_t(wide_bytes + swizzled_bytes)),
                "allocate memory for a weight");
     const auto at = [&](int64_t bytes) { return reinterpret_cast<void*>(memory_of_kept_ + uint64_t(bytes)); };
