@@ -76,7 +76,7 @@ test-emulation: $(VENV)/.installed
 	$(PYTEST) -m 'cuda and not slow and not gpu' -n 2 --dist loadfile
 
 test-cuda: $(VENV)/.installed
-	$(PYTEST) -m 'cuda and slow and not gpu' -n 2 --dist loadfile
+	$(PYTEST) -m 'cuda and not gpu' -n 2 --dist loadfile
 
 test-exports: $(VENV)/.installed
 	$(PYTEST) -m slow tests/test_structures.py
