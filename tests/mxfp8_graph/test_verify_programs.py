@@ -85,6 +85,11 @@ def test_inputs_that_a_program_does_not_take_are_refused() -> None:
         run_model(program(), inputs=inputs, repeat=1)
 
 
+def test_a_program_runs_on_the_cpu_alone() -> None:
+    with pytest.raises(BackendError, match=r"device 'cuda': a program; expected an ONNX model; write it with mxfp8_gr"):
+        run_model(program(), device="cuda")
+
+
 def test_the_command_line_rewrites_verifies_and_runs_a_pt2_file(tmp_path: Path) -> None:
     original, result = str(tmp_path / "m.pt2"), str(tmp_path / "m.mxfp8.pt2")
     mxfp8_graph.save(program(), original)

@@ -94,7 +94,7 @@ int set(void* object, int attribute, const void* value, size_t size, size_t expe
   return kSuccess;
 }
 
-// Whether a description is that of a product of operands of these types.
+// Whether a description fits operands of these types.
 bool describes(std::map<int, int64_t>& description, int b_type, int x_type) {
   const bool scaled = b_type != kBfloat16;
   if (scaled == (x_type == kBfloat16) || description[3] != 1) return false;

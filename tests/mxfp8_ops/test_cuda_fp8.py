@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,6 @@ pytestmark = pytest.mark.cuda
 DTYPES = tuple(numerics.VALUE_DTYPES)
 BFLOAT16 = numerics.value_dtype("bfloat16")
 M, N, K = 70, 48, 160
-Product = Callable[..., np.ndarray]
-"""(codes of x and w, bias or None, a_format, dtype) -> y."""
 
 
 def operands(x_format: str = "e4m3") -> tuple[list[np.ndarray], np.ndarray]:
@@ -329,7 +326,7 @@ def test_the_scales_of_a_constant_weight_are_swizzled_once(provider, gpu, cublas
     y = in_ort(provider, codes, None, constants=frozenset({2, 3}))
     check(y, codes, None, "float32", "e4m3")
     assert [launched.kernel for launched in at_creation] == ["swizzle_scales"]
-    assert ran(gpu) == ["swizzle_scales"]  # of x
+    assert ran(gpu) == ["swizzle_scales"], "for x alone"
 
 
 @pytest.mark.parametrize("change", ["capability", "columns", "k", "format of b", "values of x"])

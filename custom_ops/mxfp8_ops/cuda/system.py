@@ -66,7 +66,7 @@ def gpus() -> list[Gpu]:
 
 
 def candidates(library: str, package: str) -> list[str]:
-    """Returns where a library of CUDA may be, for every major version that this machine can use, newest first.
+    """Returns the paths and names of a CUDA library, for each major version that the driver supports, newest first.
 
     Each version's pip packages come first: they belong to this environment, and the system's toolkit may be older.
 

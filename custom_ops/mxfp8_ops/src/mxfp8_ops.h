@@ -207,8 +207,9 @@ MXFP8_API int mxfp8_profile(int on);
 // Returns the record, a line per call, in the order in which they end. A line has four fields, separated by tabs:
 // nanoseconds; the instruction set, or "cuda"; the gemm kernels that ran, separated by commas, or on a GPU the row of
 // the dispatch table (cuda_host/routes.cpp); and the node, as "TYPE 'NAME'" with backslashes and line ends escaped,
-// empty for a call of this header. On a GPU the time is that of queueing the work, but for "cuda-copies", which waits
-// for it. The text stays valid until this thread calls the function again. Returns NULL if there is no memory for it.
+// empty for a call of this header. The time of a call on a GPU is the time to queue its work; device "cuda-copies"
+// waits for the work. The text stays valid until this thread calls the function again. Returns NULL if there is no
+// memory for it.
 MXFP8_API const char* mxfp8_profile_text(void);
 
 #ifdef __cplusplus
