@@ -192,8 +192,8 @@ def test_all_combinations_of_few_rows_and_columns_are_exact(isa):
         x, w = rng.standard_normal((m, 130)), rng.standard_normal((n, 130))
         a, b = (numpy_nodes.quantize(v.astype(np.float32))[0] for v in (x, w))
         assert kernels_of(a, b) == ("gemm_int16",), (m, n)
-    fewer = ordinary((LEAST_ROWS[isa] - 1, 64), 1)
-    assert kernels_of(fewer, ordinary((16, 64), 2)) == ("gemm_skinny_f32",)
+    fewer = ordinary((LEAST_ROWS[isa] - 1, 512), 1)
+    assert kernels_of(fewer, ordinary((16, 512), 2)) == ("gemm_skinny_f32",)
 
 
 # --- INT8: a block's sum is exact and added once, so every instruction set gives these bits ---------------------------

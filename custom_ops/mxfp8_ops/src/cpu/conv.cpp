@@ -1,8 +1,10 @@
-// A convolution as gemms. x is quantized once, into pixels of whole blocks. Strips of output pixels gather their taps
-// to rows of A, which a gemm multiplies with b; it stores its sums through a turn. So every instruction set has
-// convolutions without a kernel of its own. Memory: 1.03 bytes for each value of x, and a strip for each thread.
+// A convolution as gemms. x is quantized once, into pixels of whole blocks. Strips of output pixels are multiplied with
+// b, by a kernel that finds the pixels of each tap in a table; for other kernels, a strip gathers its taps to rows of
+// A. The gemm stores its sums through a turn. So every instruction set has convolutions without a kernel of its own.
+// Memory: 1.03 bytes for each value of x, packed for VNNI 1.28, for AVX2 2.28; and a strip for each thread.
 #include "conv.h"
 
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <tuple>
@@ -18,6 +20,7 @@ namespace {
 
 constexpr int64_t kStripBytes = 1 << 18;  // gathered bytes of a strip: they stay in L2 beside the panels of b
 constexpr int64_t kLeastRows = 32;        // so that the panels of b are read for enough pixels
+constexpr int kScaleOne = 127;            // the code of 2^0
 
 // The sizes of a convolution in blocks.
 struct Blocked {
@@ -32,38 +35,76 @@ struct Blocked {
         pixel_blocks(args.group * blocks) {}
 };
 
-// x as pixels [n, in..., channels], with their scales.
+// x as pixels [n, in..., channels], with their scales: elements, or blocks that the gemm `row` has packed. A pixel of
+// zeros, the padding, is behind packed pixels.
 struct Pixels {
   Scratch elements, scales;
+  const GemmRow* row;
+  int exponent;  // what pack_pixels has returned
 };
 
-Pixels quantize_pixels(const Kernels& kernels, const Parallel& parallel, const ConvArgs& args, const Blocked& sizes) {
-  const int64_t pixels = args.axes[0].in * args.axes[1].in, bytes = pixels * sizes.pixel_bytes;
-  Pixels result = {scratch_of(args.n * bytes), scratch_of(args.n * pixels * sizes.pixel_blocks)};
-  auto* elements = static_cast<uint8_t*>(result.elements.get());
-  // Absent channels of a partial block are zeros, which the kernel does not write.
-  if (args.c % kBlock != 0) std::memset(elements, 0, size_t(args.n * bytes));
-  const int64_t tiles = ceil_div(pixels, kColumnTile) * ceil_div(args.c, kPackDepth * kBlock);
-  for_equal_ranges(parallel, args.n * tiles, kColumnTile * std::min(args.c, kPackDepth * kBlock),
+// Quantizes x in tiles of pack_columns. Calls done(elements, scales, pixel, width, block, blocks) with each: `width`
+// pixels from `pixel` of all images on, and `blocks` blocks of their channels from `block` on.
+template <class Done>
+void quantize_tiles(const Kernels& kernels, const Parallel& parallel, const ConvArgs& args, const Done& done) {
+  constexpr int64_t most = kPackDepth * kBlock;  // channels of a tile
+  const int64_t pixels = args.axes[0].in * args.axes[1].in;
+  const int64_t across = ceil_div(pixels, kColumnTile), down = ceil_div(args.c, most);
+  const auto quantize = [&](int64_t tile) {
+    const int64_t image = tile / (across * down), pixel = tile % across * kColumnTile;
+    const int64_t channel = tile / across % down * most, channels = std::min(most, args.c - channel);
+    alignas(64) uint8_t elements[kColumnTile * most], scales[kColumnTile * kPackDepth];
+    const QuantizeArgs part = {.dtype = args.x_dtype,
+                               .x = static_cast<const char*>(args.x) +
+                                    ((image * args.c + channel) * pixels + pixel) * value_bytes(args.x_dtype),
+                               .outer = std::min(kColumnTile, pixels - pixel),
+                               .k = channels,
+                               .inner = 1,
+                               .stride = pixels,
+                               .format = args.x_format,
+                               .increment = args.increment,
+                               .elements = elements,
+                               .scales = scales,
+                               .whole_tile = true};
+    pack_columns_kernels[kernels.column](part, 0, 1, nullptr);
+    done(elements, scales, image * pixels + pixel, part.outer, channel / kBlock, ceil_div(channels, kBlock));
+  };
+  for_equal_ranges(parallel, args.n * across * down, kColumnTile * std::min(args.c, most),
                    [&](int64_t, int64_t begin, int64_t end) {
-                     for (int64_t tile = begin; tile < end;) {
-                       const int64_t image = tile / tiles, last = std::min(end, (image + 1) * tiles);
-                       const QuantizeArgs part = {
-                           .dtype = args.x_dtype,
-                           .x = static_cast<const char*>(args.x) + image * args.c * pixels * value_bytes(args.x_dtype),
-                           .outer = pixels,
-                           .k = args.c,
-                           .inner = 1,
-                           .stride = pixels,
-                           .format = args.x_format,
-                           .increment = args.increment,
-                           .elements = elements + image * bytes,
-                           .scales = static_cast<uint8_t*>(result.scales.get()) + image * pixels * sizes.pixel_blocks,
-                           .row_bytes = sizes.pixel_bytes};
-                       pack_columns_kernels[kernels.column](part, tile - image * tiles, last - image * tiles, nullptr);
-                       tile = last;
-                     }
+                     for (int64_t tile = begin; tile < end; ++tile) quantize(tile);
                    });
+}
+
+Pixels quantize_pixels(const Kernels& kernels, const Parallel& parallel, const ConvArgs& args, const Blocked& sizes,
+                       const GemmRow* row) {
+  const int64_t all = args.n * args.axes[0].in * args.axes[1].in, stride = sizes.pixel_blocks;
+  const int64_t block_bytes = row == nullptr ? kBlock : row->kernel->pixel_block_bytes;
+  Pixels result = {scratch_of((all + 1) * stride * block_bytes), scratch_of((all + 1) * stride), row, kAllZero};
+  auto* elements = static_cast<uint8_t*>(result.elements.get());
+  auto* scales = static_cast<uint8_t*>(result.scales.get());
+  std::atomic<int> exponent{kAllZero};
+  const auto pack = [&](const PixelBlocks& from, int64_t pixel, int64_t block) {
+    const int of_tile = row->kernel->pack_pixels(from, elements, pixel, block, stride);
+    int lowest = exponent.load();
+    while (of_tile < lowest && !exponent.compare_exchange_weak(lowest, of_tile)) continue;
+  };
+  quantize_tiles(
+      kernels, parallel, args,
+      [&](const uint8_t* codes, const uint8_t* of_codes, int64_t pixel, int64_t width, int64_t block, int64_t blocks) {
+        for (int64_t i = 0; i < width; ++i) {
+          const int64_t at = (pixel + i) * stride + block;
+          std::memcpy(scales + at, of_codes + i * blocks, size_t(blocks));
+          if (row != nullptr) continue;
+          std::memcpy(elements + at * kBlock, codes + i * kPackDepth * kBlock, size_t(blocks * kBlock));
+        }
+        if (row != nullptr) pack({codes, of_codes, width, blocks, kPackDepth * kBlock}, pixel, block);
+      });
+  if (row != nullptr) {
+    const std::vector<uint8_t> zeros(size_t(stride * kBlock));
+    std::memset(scales + all * stride, kScaleOne, size_t(stride));
+    pack({zeros.data(), scales + all * stride, 1, stride, stride * kBlock}, all, 0);
+  }
+  result.exponent = exponent;
   return result;
 }
 
@@ -109,6 +150,30 @@ void gather(const ConvArgs& args, const Blocked& sizes, const Pixels& x, int64_t
   }
 }
 
+// Sets for each tap and row the number of its pixel: [taps, rows].
+void find_pixels(const ConvArgs& args, int64_t image, int64_t pixel, int64_t rows, uint32_t* numbers) {
+  const ConvAxis &down = args.axes[0], &across = args.axes[1];
+  const auto padding = uint32_t(args.n * down.in * across.in);
+  for (int64_t tap = 0; tap < down.kernel * across.kernel; ++tap, numbers += rows) {
+    const int64_t i = tap / across.kernel * down.dilation - down.pad;
+    const int64_t j = tap % across.kernel * across.dilation - across.pad;
+    int64_t count;  // rows that lie in one line of y
+    for (int64_t row = 0; row < rows; row += count) {
+      const int64_t y = (pixel + row) / across.out * down.stride + i, first = (pixel + row) % across.out;
+      const int64_t line = (image * down.in + y) * across.in;
+      count = std::min(rows - row, across.out - first);
+      const int64_t x = first * across.stride + j;
+      int64_t inside = x < 0 ? std::min(count, ceil_div(-x, across.stride)) : 0;  // the first pixel, and the last
+      int64_t last = x >= across.in ? 0 : std::min(count, ceil_div(across.in - x, across.stride));
+      if (y < 0 || y >= down.in || last < inside) inside = last = count;
+      std::fill_n(numbers + row, inside, padding);
+      auto number = uint32_t(line + x + inside * across.stride);
+      for (int64_t n = inside; n < last; ++n, number += uint32_t(across.stride)) numbers[row + n] = number;
+      std::fill(numbers + row + last, numbers + row + count, padding);
+    }
+  }
+}
+
 // Whether the pixels of x are rows of A as they lie, also without channels.
 bool is_pointwise(const ConvArgs& args) {
   if (args.c == 0) return true;
@@ -116,26 +181,74 @@ bool is_pointwise(const ConvArgs& args) {
   return args.group == 1 && plain(args.axes[0]) && plain(args.axes[1]);
 }
 
+// The elements of blocks that a kernel has packed.
+struct ExactBlocks {
+  const Kernels& kernels;
+  const ConvArgs& args;
+  const Blocked& sizes;
+  const Pixels& x;
+
+  static void load(const void* from, int64_t pixel, int64_t block, uint8_t* elements) {
+    const auto& self = *static_cast<const ExactBlocks*>(from);
+    const int64_t at = pixel * self.sizes.pixel_blocks + block, channel = block * kBlock;
+    const uint8_t code = static_cast<const uint8_t*>(self.x.scales.get())[at];
+    if (self.x.row->kernel->unpack_pixel(self.x.elements.get(), at, code, elements)) return;
+    const int64_t pixels = self.args.axes[0].in * self.args.axes[1].in;  // the padding is unpacked
+    const int64_t bytes = value_bytes(self.args.x_dtype), channels = std::min(kBlock, self.args.c - channel);
+    alignas(8) char values[kBlock * sizeof(float)];
+    const auto* x = static_cast<const char*>(self.args.x) +
+                    ((pixel / pixels * self.args.c + channel) * pixels + pixel % pixels) * bytes;
+    for (int64_t i = 0; i < channels; ++i) std::memcpy(values + i * bytes, x + i * pixels * bytes, size_t(bytes));
+    uint8_t scale;
+    std::memset(elements, 0, kBlock);
+    const QuantizeArgs block_of_x = {.dtype = self.args.x_dtype,
+                                     .x = values,
+                                     .outer = 1,
+                                     .k = channels,
+                                     .inner = 1,
+                                     .stride = channels,
+                                     .format = self.args.x_format,
+                                     .increment = self.args.increment,
+                                     .elements = elements,
+                                     .scales = &scale};
+    quantize_rows_kernels[self.kernels.column](block_of_x, 0, 1, nullptr);
+  }
+};
+
 // The strips of a convolution, and the room that one needs.
 class Strips {
  public:
   Strips(const Kernels& kernels, const Parallel& parallel, const ConvArgs& args, const Blocked& sizes)
       : args_(args), sizes_(sizes), pointwise_(is_pointwise(args)), width_(args.o / args.group) {
-    const int64_t most = std::max(
-        kLeastRows, std::min(kGemmRows, kStripBytes / std::max<int64_t>(1, sizes.k) / kLeastRows * kLeastRows));
-    const int64_t pixels = conv_pixels(args);
-    each_ = ceil_div(pixels, ceil_div(pixels, most));  // strips of nearly equal size
+    row_ = args.c == 0 || args.n * args.axes[0].in * args.axes[1].in >= UINT32_MAX
+               ? nullptr
+               : gemm_of_pixels(kernels, gemm_of(0));
+    const int64_t pixels = conv_pixels(args), tile = row_ == nullptr ? 1 : row_->kernel->tile_rows;
+    const int64_t gathered = kStripBytes / std::max<int64_t>(1, sizes.k) / kLeastRows * kLeastRows;
+    const int64_t most =
+        row_ != nullptr ? kGemmRows / tile * tile : std::max(kLeastRows, std::min(kGemmRows, gathered));
+    // Strips of nearly equal size, of whole tiles, and as many for each thread. Gathered strips do not depend on the
+    // number of threads: some of their gemms sum in an order that depends on the number of rows.
+    int64_t strips = ceil_div(pixels, most);
+    const int64_t even = ceil_div(strips, parallel.threads) * parallel.threads;
+    if (row_ != nullptr && pixels >= even * kLeastRows) strips = even;
+    each_ = ceil_div(ceil_div(pixels, strips), tile) * tile;
     across_ = ceil_div(pixels, each_);
-    row_bytes_ = pointwise_ ? 0 : sizes.k + sizes.taps * sizes.blocks;
+    row_bytes_ = row_ != nullptr ? sizes.taps * int64_t(sizeof(uint32_t))
+                 : pointwise_    ? 0
+                                 : sizes.k + sizes.taps * sizes.blocks;
     for (int64_t group = 0; group < args.group; ++group) {
       gemms_.push_back(gemm_of(group));
       if (args.weights == nullptr) continue;
       // Before the tasks: a gemm that makes panels runs tasks of its own.
-      gemms_.back().panels = (*args.weights)[size_t(group)]->panels(kernels, parallel, gemms_.back());
+      const Panels* panels = (*args.weights)[size_t(group)]->panels(kernels, parallel, gemms_.back());
+      if (row_ == nullptr || (panels != nullptr && panels->kernel == row_->kernel)) gemms_.back().panels = panels;
     }
   }
 
   int64_t count() const { return args_.n * args_.group * across_; }
+  // The gemm that takes packed pixels, or null.
+  const GemmRow* row() const { return row_; }
 
   // Computes strip `number`; its steps run in parallel.
   void run(const Kernels& kernels, const Parallel& parallel, const Pixels& x, int64_t number) const {
@@ -147,6 +260,20 @@ class Strips {
     GemmArgs g = gemms_[size_t(group)];
     const ConvPlace place = {args_, image, pixel, group * width_};
     g.m = rows, g.store = conv_store_kernels[kernels.column], g.to = &place;
+    if (row_ != nullptr) {
+      auto* numbers = static_cast<uint32_t*>(room.get());
+      find_pixels(args_, image, pixel, rows, numbers);
+      const ExactBlocks exact = {kernels, args_, sizes_, x};
+      const TapRows taps = {.pixels = numbers,
+                            .blocks = sizes_.blocks,
+                            .first = group * sizes_.blocks,
+                            .stride = sizes_.pixel_blocks,
+                            .scales = static_cast<const uint8_t*>(x.scales.get()),
+                            .load = ExactBlocks::load,
+                            .from = &exact};
+      g.taps = &taps;
+      return multiply_pixels(kernels, parallel, *row_, g, x.elements.get(), x.exponent);
+    }
     if (pointwise_) {
       const int64_t first = image * conv_pixels(args_) + pixel;
       g.a = static_cast<const uint8_t*>(x.elements.get()) + first * sizes_.k;
@@ -178,9 +305,10 @@ class Strips {
 
   const ConvArgs& args_;
   const Blocked& sizes_;
+  const GemmRow* row_;
   const bool pointwise_;
   const int64_t width_;  // output channels of a group
-  int64_t each_, across_, row_bytes_;
+  int64_t each_ = 1, across_, row_bytes_;
   std::vector<GemmArgs> gemms_;  // of each group
 };
 
@@ -244,8 +372,8 @@ void conv(const Kernels& kernels, const Parallel& parallel, const ConvArgs& whol
     if (!rows.empty()) args.rows = rows.data();
   }
   const Blocked sizes(args);
-  const Pixels x = quantize_pixels(kernels, parallel, args, sizes);
   const Strips strips(kernels, parallel, args, sizes);
+  const Pixels x = quantize_pixels(kernels, parallel, args, sizes, strips.row());
   // With a strip for each thread, no thread waits for another; with fewer, the threads share each strip.
   if (strips.count() >= parallel.threads) {
     const Parallel alone{nullptr, nullptr, 1};

@@ -195,6 +195,23 @@ const GemmKernel* kernel_of_panels(const Kernels& kernels, const GemmArgs& args)
   return kernel_of_small(kernels, args);
 }
 
+const GemmRow* gemm_of_pixels(const Kernels& kernels, const GemmArgs& args) {
+  const GemmRow* row = kernels.gemms;
+  while (row->values != Values::kAny && (row->kernel->pack_pixels == nullptr || !takes(kernels, args, *row))) ++row;
+  return row->kernel->pack_pixels == nullptr ? nullptr : row;
+}
+
+void multiply_pixels(const Kernels& kernels, const Parallel& parallel, const GemmRow& row, const GemmArgs& args,
+                     const void* packed, int exponent) {
+  const int64_t work = std::max<int64_t>(1, args.m * args.n * args.k / kTaskProducts);
+  const int64_t columns =
+      ceil_div(ceil_div(args.n, std::min<int64_t>(work, parallel.threads)), kColumnGranularity) * kColumnGranularity;
+  for_ranges(parallel, args.n, columns, [&](int64_t, int64_t begin, int64_t end) {
+    row.kernel->multiply(args, 0, args.m, 0, ceil_div(args.m, row.kernel->tile_rows), begin, end, packed, exponent);
+  });
+  if (GemmsUsed* used = gemms_used()) *used |= uint32_t(1) << (&row - kernels.gemms);
+}
+
 void gemm(const Kernels& kernels, const Parallel& parallel, GemmArgs args) {
   if (args.m == 0 || args.n == 0) return;
   if (args.weight != nullptr) args.panels = args.weight->panels(kernels, parallel, args);

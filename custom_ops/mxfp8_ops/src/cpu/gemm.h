@@ -27,6 +27,18 @@ struct Panels {
   const void* data;
 };
 
+// The rows of A in a convolution whose pixels are packed: block b of row r is block b % blocks of a pixel, which
+// pixels[b / blocks * m + r] names. Kernels with pack_pixels take it.
+struct TapRows {
+  const uint32_t* pixels;  // [taps, m]
+  int64_t blocks;          // of a tap
+  int64_t first, stride;   // packed blocks before the first block of a pixel, and from a pixel to the next
+  const uint8_t* scales;   // [pixels, stride], of each packed block
+  // Writes the 32 elements of a packed block of a pixel: the kernel needs them where it is not exact.
+  void (*load)(const void* from, int64_t pixel, int64_t block, uint8_t* elements);
+  const void* from;
+};
+
 // Sums of some rows of the result, from column `column` on; rows are `stride` values apart.
 struct Finished {
   int64_t row, rows, column, width;
@@ -43,6 +55,7 @@ struct GemmArgs {
   const uint8_t* a_scales = nullptr;
   int64_t a_stride = 0;
   const int64_t* a_rows = nullptr;  // [m], the row of `a` for each row of y; null: row i for row i
+  const TapRows* taps = nullptr;    // in place of `a`, a_scales (which is not null) and a_rows
   int b_format = 0;
   const uint8_t* b = nullptr;
   const uint8_t* b_scales = nullptr;
@@ -77,6 +90,13 @@ constexpr int kAllZero = 1 << 20;      // an `exponent`: all values are 0, or Na
 // A; any values; elements of A and B that are all E4M3; or elements that are all INT8.
 enum class Values { kBf16, kOther, kAny, kE4M3, kInt8 };
 
+// Quantized blocks of pixels that lie one behind the other: elements [pixels, row_bytes], scales [pixels, blocks].
+struct PixelBlocks {
+  const uint8_t* elements;
+  const uint8_t* scales;
+  int64_t pixels, blocks, row_bytes;
+};
+
 struct GemmKernel {
   const char* name;
   int tile_rows;
@@ -89,17 +109,22 @@ struct GemmKernel {
   // to add a block of theirs apart.
   int64_t (*panel_bytes)(const GemmArgs&);
   bool (*make_panels)(const GemmArgs&, int64_t column_begin, int64_t column_end, void* data);
+  // Null unless `multiply` takes GemmArgs::taps. Packs pixels of a convolution, and returns what `pack` does.
+  int (*pack_pixels)(const PixelBlocks& from, void* packed, int64_t pixel, int64_t block, int64_t stride) = nullptr;
+  // Writes the elements of packed block `index`; false if it does not hold them, because of this scale code.
+  bool (*unpack_pixel)(const void* packed, int64_t index, uint8_t code, uint8_t* elements) = nullptr;
+  int64_t pixel_block_bytes = 0;  // of a packed block
 };
 
 // Defines the kernel NAME from NAME_pack and NAME_multiply; the second macro also takes NAME_panel_bytes and
-// NAME_make_panels.
+// NAME_make_panels, and may end with what pixels need.
 #define MXFP8_GEMM_KERNEL(NAME, TILE_ROWS, VALUE_BYTES) \
   extern const GemmKernel NAME;                         \
   constexpr GemmKernel NAME = {#NAME, TILE_ROWS, VALUE_BYTES, NAME##_pack, NAME##_multiply, nullptr, nullptr}
-#define MXFP8_PANEL_KERNEL(NAME, TILE_ROWS, VALUE_BYTES)                                            \
-  extern const GemmKernel NAME;                                                                     \
-  constexpr GemmKernel NAME = {#NAME,           TILE_ROWS,          VALUE_BYTES,       NAME##_pack, \
-                               NAME##_multiply, NAME##_panel_bytes, NAME##_make_panels}
+#define MXFP8_PANEL_KERNEL(NAME, TILE_ROWS, VALUE_BYTES, ...)                                        \
+  extern const GemmKernel NAME;                                                                      \
+  constexpr GemmKernel NAME = {#NAME,           TILE_ROWS,          VALUE_BYTES,        NAME##_pack, \
+                               NAME##_multiply, NAME##_panel_bytes, NAME##_make_panels, __VA_ARGS__}
 
 // A row of an instruction set's table: its kernel takes these values, in strips of `least_rows` to `most_rows` rows, or
 // to `most_short_rows` rows where K is below kShortK.
@@ -114,5 +139,11 @@ struct GemmRow {
 const GemmKernel* kernel_of_panels(const Kernels&, const GemmArgs&);
 
 void gemm(const Kernels&, const Parallel&, GemmArgs);
+
+// The row of the table whose kernel multiplies these operands with packed pixels, or null.
+const GemmRow* gemm_of_pixels(const Kernels&, const GemmArgs&);
+// Multiplies args.taps; `packed` and `exponent` are from pack_pixels.
+void multiply_pixels(const Kernels&, const Parallel&, const GemmRow&, const GemmArgs&, const void* packed,
+                     int exponent);
 
 }  // namespace mxfp8

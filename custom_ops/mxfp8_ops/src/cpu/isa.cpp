@@ -58,7 +58,13 @@ class Processor {
   bool avx2() const {
     return saves(kYmm) && has(basic_, 28) && has(basic_, 12) && has(basic_, 29) && has(more_b_, 5);  // AVX, FMA, F16C
   }
-  bool avx2_vnni() const { return avx2() && has(newer_, 4); }
+  bool avx2_vnni() const {
+#if defined(MXFP8_EMULATE_VNNI)
+    return avx2();
+#else
+    return avx2() && has(newer_, 4);
+#endif
+  }
   bool avx512() const {  // F, DQ, BW, VL
     return avx2() && saves(kZmm) && has(more_b_, 16) && has(more_b_, 17) && has(more_b_, 30) && has(more_b_, 31);
   }

@@ -17,7 +17,8 @@ struct QuantizeArgs {
   uint32_t increment;  // formats.scale_increment
   uint8_t* elements;
   uint8_t* scales;
-  int64_t row_bytes = 0;  // for pack_columns: from a row of elements to the next; 0 stands for k
+  // For pack_columns: x is one tile or less of it; elements are [kColumnTile, kPackDepth * 32], all of them written.
+  bool whole_tile = false;
 };
 
 // One task's share of mxfp8_pack_stats. Blocks that hold a NaN or Inf count in neither sum.

@@ -106,12 +106,23 @@ MXFP8_INLINE RowOfA<T> row_of_a(const GemmArgs& args, int64_t row, int64_t block
   return {values, sizeof(T) == 1 ? args.a_scales + row * blocks_of(args.k) + block : nullptr};
 }
 
+// Block `block` of a row of quantized A; of a convolution's packed pixels, its elements are written to `room`.
+// With a null `room` only the scale counts.
+MXFP8_INLINE RowOfA<uint8_t> block_of_a(const GemmArgs& args, int64_t row, int64_t block, uint8_t* room) {
+  if (__builtin_expect(args.taps == nullptr, 1)) return row_of_a<uint8_t>(args, row, block);
+  const TapRows& taps = *args.taps;
+  const int64_t pixel = taps.pixels[block / taps.blocks * args.m + row], at = taps.first + block % taps.blocks;
+  if (room != nullptr) taps.load(taps.from, pixel, at, room);
+  return {room, taps.scales + pixel * taps.stride + at};
+}
+
 // Block `block` of a row of A as float32: dequantized if it is quantized, rounded if the caller asks for it. Zeros
 // follow a partial block.
 MXFP8_INLINE void load_a_block(const GemmArgs& args, int64_t row, int64_t block, float* out) {
   const int64_t count = args.k - block * kBlock;
   if (args.a_scales != nullptr) {
-    const RowOfA<uint8_t> a = row_of_a(args, row, block);
+    uint8_t room[kBlock];
+    const RowOfA<uint8_t> a = block_of_a(args, row, block, room);
     with_format(args.a_format, [&](auto format) { decode_block<decltype(format)>(a.values, count, *a.scales, out); });
   } else {
     with_dtype(args.a_format, [&](auto dtype) {
@@ -181,16 +192,21 @@ MXFP8_NOINLINE void correct_overflow(const GemmArgs& args, const Finished& part)
   }
 }
 
-// Whether a value is infinite or NaN: such a value times 0 is NaN, any other value times 0 is 0.
-MXFP8_INLINE bool any_nonfinite(const float* values, int64_t count) {
+// Whether a value of a strip [rows, width] is infinite or NaN: such a value times 0 is NaN, any other value times 0 is
+// 0.
+MXFP8_INLINE bool any_nonfinite(const float* values, int64_t rows, int64_t width, int64_t stride) {
+  if (width == stride) width *= rows, rows = 1;
   constexpr int unrolled = 4;
   Vec zeros[unrolled] = {zero(), zero(), zero(), zero()};
   float rest = 0;
-  int64_t i = 0;
-  for (; i + unrolled * kLanes <= count; i += unrolled * kLanes) {
-    for (int j = 0; j < unrolled; ++j) zeros[j] = multiply_add(load(values + i + j * kLanes), zero(), zeros[j]);
+  for (int64_t row = 0; row < rows; ++row, values += stride) {
+    int64_t i = 0;
+    for (; i + unrolled * kLanes <= width; i += unrolled * kLanes) {
+      for (int j = 0; j < unrolled; ++j) zeros[j] = multiply_add(load(values + i + j * kLanes), zero(), zeros[j]);
+    }
+    for (; i + kLanes <= width; i += kLanes) zeros[0] = multiply_add(load(values + i), zero(), zeros[0]);
+    for (; i < width; ++i) rest += values[i] * 0.0f;
   }
-  for (; i < count; ++i) rest += values[i] * 0.0f;
   float sums[kLanes];
   store(sums, (zeros[0] + zeros[1]) + (zeros[2] + zeros[3]));
   for (const float sum : sums) rest += sum;
@@ -204,13 +220,7 @@ MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, i
   const int64_t most = args.store == nullptr ? 32 : kGemmRows;
   for (int64_t first = 0; first < rows; first += most) {
     const Finished part = {row + first, min_of(most, rows - first), column, width, strip + first * stride, stride};
-    bool overflow = false;
-    if (width == stride) {
-      overflow = any_nonfinite(part.sums, part.rows * width);
-    } else {
-      for (int64_t i = 0; i < part.rows; ++i) overflow |= any_nonfinite(part.sums + i * stride, width);
-    }
-    if (__builtin_expect(overflow, 0)) {
+    if (__builtin_expect(any_nonfinite(part.sums, part.rows, width, stride), 0)) {
       with_format(args.b_format, [&](auto format) { correct_overflow<decltype(format)>(args, part); });
     }
     finish(args, part);

@@ -23,8 +23,8 @@ constexpr int kInRange = 0, kHasOutside = -1;
 
 // A chunk of a panel.
 struct Panel {
-  alignas(64) uint8_t elements[kPanel * kDepth];
-  alignas(64) uint8_t codes[kPanel * kDepth / kBlock];
+  alignas(64) uint8_t elements[kPanel * kTapsDepth];
+  alignas(64) uint8_t codes[kPanel * kTapsDepth / kBlock];
 };
 
 MXFP8_INLINE bool is_outside(const uint8_t* elements, int64_t count, uint8_t code) {
@@ -53,27 +53,30 @@ MXFP8_NOINLINE bool turn_panel(const GemmArgs& args, int64_t column, int64_t col
   return any;
 }
 
+// Calls pack(elements, code) with a block of `count` elements: with zeros in place of a block outside of the range.
+// Returns whether it is outside.
+template <class Pack>
+MXFP8_INLINE bool pack_in_range(const uint8_t* elements, int64_t count, uint32_t code, const Pack& pack) {
+  alignas(32) uint8_t block[kBlock] = {};
+  const bool fits = code >= kLowestScale && code <= kHighestScale;
+  if (__builtin_expect(fits && count >= kBlock, 1)) return pack(elements, code), false;
+  const bool outside = !fits && has_values<INT8>(elements, count, uint8_t(code));
+  if (!outside) std::memcpy(block, elements, size_t(min_of(count, kBlock)));
+  pack(block, fits ? code : kNeutralScale);
+  return outside;
+}
+
 // Packs a chunk of a tile of the strip that begins with `row`. Returns whether a block is outside of the range.
 MXFP8_INLINE bool pack_chunk(const GemmArgs& args, int64_t row, int64_t tile, Chunk chunk, const PackedA& to) {
   const int64_t first = to.tiles.first_row(tile);
   bool any = false;
   for (int64_t i = 0; i < to.tiles.rows_of(tile); ++i) {
     const auto [elements, codes] = row_of_a(args, row + first + i);
-    for (int64_t k = chunk.k; k < chunk.k + chunk.padded; k += kBlock) {
-      alignas(32) uint8_t block[kBlock] = {};
-      const int64_t left = args.k - k;
-      const uint8_t* from = left < kBlock ? block : elements + k;
-      if (left < kBlock) std::memcpy(block, elements + k, size_t(left < 0 ? 0 : left));
-      uint32_t code = left > 0 ? codes[k / kBlock] : kNeutralScale;
-      if (__builtin_expect(code < kLowestScale || code > kHighestScale, 0)) {
-        if (has_values<INT8>(elements + k, left, uint8_t(code))) {
-          any = true;
-          std::memset(block, 0, sizeof block);
-          from = block;
-        }
-        code = kNeutralScale;
-      }
-      pack_block(to, chunk, tile, i, (k - chunk.k) / kBlock, from, code);
+    for (int64_t k = chunk.k; k < chunk.k + chunk.count; k += kBlock) {
+      any |= pack_in_range(elements + k, args.k - k, codes[k / kBlock],
+                           [&](const uint8_t* block, uint32_t code) MXFP8_INLINE_LAMBDA {
+                             pack_block(to, chunk, tile, i, (k - chunk.k) / kBlock, block, code);
+                           });
     }
   }
   return any;
@@ -122,8 +125,10 @@ MXFP8_NOINLINE void add_outside_of_a(const GemmArgs& args, int64_t row, int64_t 
     const int64_t k = chunk.k + block * kBlock;
     bool is_decoded = false;
     for (int64_t i = 0; i < rows; ++i) {
-      const RowOfA<uint8_t> a = row_of_a(args, row + i, k / kBlock);
-      if (!is_outside(a.values, args.k - k, *a.scales)) continue;
+      const uint8_t code = *block_of_a(args, row + i, k / kBlock, nullptr).scales;
+      if (code >= kLowestScale && code <= kHighestScale) continue;
+      uint8_t room[kBlock];
+      if (!is_outside(block_of_a(args, row + i, k / kBlock, room).values, args.k - k, code)) continue;
       if (!is_decoded) decode_panel_block(panel, block, &decoded);
       is_decoded = true;
       alignas(64) float x[kBlock];
@@ -145,7 +150,7 @@ MXFP8_NOINLINE void add_outside_of_a(const GemmArgs& args, int64_t row, int64_t 
 
 int gemm_int8_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                    void* packed) {
-  const PackedA to(packed, rows, args.k);
+  const PackedA to(args, packed, rows);
   bool any = false;
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
@@ -157,7 +162,7 @@ int gemm_int8_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile
 
 void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                         int64_t column_begin, int64_t column_end, const void* packed, int outside) {
-  const PackedA a(packed, rows, args.k);
+  const PackedA a(args, packed, rows);
   const int64_t first = a.tiles.first_row(tile_begin), count = a.tiles.first_row(tile_end) - first;
   Panel panel;
   RoomOfB room;
@@ -171,7 +176,7 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
     }
   };
   for_each_strip<Factor, int(kPanelPadding), kPanel>(
-      args, row + first, count, column_begin, column_end, kDepth,
+      args, row + first, count, column_begin, column_end, args.taps == nullptr ? kDepth : kTapsDepth,
       [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
         const int64_t columns = min_of(kPanel, column_end - column);
         PanelView view{panel.elements, panel.codes};
@@ -213,6 +218,29 @@ bool gemm_int8_make_panels(const GemmArgs& args, int64_t column_begin, int64_t c
   return outside;
 }
 
+#if defined(__AVX2__)
+int gemm_int8_pack_pixels(const PixelBlocks& from, void* packed, int64_t pixel, int64_t block, int64_t stride) {
+  auto* to = static_cast<BlockOfA*>(packed) + pixel * stride + block;
+  bool any = false;
+  for (int64_t i = 0; i < from.pixels; ++i) {
+    for (int64_t b = 0; b < from.blocks; ++b) {
+      any |= pack_in_range(from.elements + i * from.row_bytes + b * kBlock, kBlock, from.scales[i * from.blocks + b],
+                           [&](const uint8_t* elements, uint32_t code)
+                               MXFP8_INLINE_LAMBDA { pack_block(elements, code, to + i * stride + b); });
+    }
+  }
+  return any ? kHasOutside : kInRange;
+}
+
+bool gemm_int8_unpack_pixel(const void* packed, int64_t index, uint8_t code, uint8_t* elements) {
+  if (code < kLowestScale || code > kHighestScale) return false;
+  unpack_block(static_cast<const BlockOfA*>(packed)[index], elements);
+  return true;
+}
+
+MXFP8_PANEL_KERNEL(gemm_int8, kRows, kPackedBytes, gemm_int8_pack_pixels, gemm_int8_unpack_pixel, sizeof(BlockOfA));
+#else
 MXFP8_PANEL_KERNEL(gemm_int8, kRows, kPackedBytes);
+#endif
 
 }  // namespace mxfp8::MXFP8_ISA

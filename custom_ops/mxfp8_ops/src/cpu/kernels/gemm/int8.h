@@ -6,7 +6,7 @@
 
 #if defined(__AVX512VNNI__)
 #define MXFP8_DOTS_OF_BYTES "vpdpbusd"
-#elif defined(__AVXVNNI__)
+#elif defined(__AVXVNNI__) || defined(MXFP8_EMULATED_DOTS)
 #define MXFP8_DOTS_OF_BYTES "%{vex%} vpdpbusd"
 #endif
 
@@ -28,7 +28,13 @@ using Factor = int8_t;
 
 // Adds products of four bytes to sums. The instruction itself: with its intrinsic GCC 12 keeps sums in memory.
 MXFP8_INLINE void add_dots(Ints unsigned_bytes, Ints signed_bytes, Ints* sums) {
+#if defined(MXFP8_EMULATED_DOTS)
+  *sums = reinterpret_cast<Ints>(vnni_emulation::dpbusd(reinterpret_cast<__m256i>(*sums),
+                                                        reinterpret_cast<__m256i>(unsigned_bytes),
+                                                        reinterpret_cast<__m256i>(signed_bytes)));
+#else
   __asm__(MXFP8_DOTS_OF_BYTES " %2, %1, %0" : "+v"(*sums) : "v"(unsigned_bytes), "v"(signed_bytes));
+#endif
 }
 #else
 using Factor = int16_t;

@@ -16,7 +16,7 @@
 
 namespace mxfp8::MXFP8_ISA {
 
-constexpr int64_t kDepth = 512;  // depth of a chunk
+constexpr int64_t kDepth = 512, kTapsDepth = kDepth;  // depth of a chunk
 constexpr uint8_t kFlipped = 0;
 constexpr int kRows = 4;  // 8 sums, 8 totals, 6 operands: with larger tiles compilers keep them in memory
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -34,8 +34,8 @@ struct PackedA {
   char* base;
   ByteTiles tiles{rows};
 
-  MXFP8_INLINE_MEMBER PackedA(const void* packed, int64_t rows, int64_t k)
-      : rows(rows), k(k), base(static_cast<char*>(const_cast<void*>(packed))) {}
+  MXFP8_INLINE_MEMBER PackedA(const GemmArgs& args, const void* packed, int64_t rows)
+      : rows(rows), k(args.k), base(static_cast<char*>(const_cast<void*>(packed))) {}
   MXFP8_INLINE_MEMBER int64_t offset(Chunk chunk, int64_t tile) const {
     return (chunk.k * tiles.count + chunk.padded * tile) * kRows;
   }
@@ -178,7 +178,7 @@ MXFP8_NOINLINE void multiply_rows(const int8_t* a, const uint32_t* starts, Opera
 
 template <int R, int V>
 MXFP8_INLINE void multiply_tile(const PackedA& a, Chunk chunk, int64_t tile, OperandB b, int64_t, float* strip) {
-  multiply_rows<R>(a.factors(chunk, tile), a.starts(chunk, tile), b, chunk.padded, strip);
+  multiply_rows<R>(a.factors(chunk, tile), a.starts(chunk, tile), b, chunk.count, strip);
 }
 
 }  // namespace mxfp8::MXFP8_ISA

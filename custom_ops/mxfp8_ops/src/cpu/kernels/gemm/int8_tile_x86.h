@@ -25,6 +25,7 @@ constexpr bool kFoldsByAdding = true;  // only AMD's processors use this set: se
 constexpr bool kFoldsByAdding = false;
 #endif
 constexpr int64_t kDepth = 512;                                // depth of a chunk
+constexpr int64_t kTapsDepth = 576;                            // the same for a convolution: 3 x 3 taps of 64 channels
 constexpr int kWords = int(kBlock) * int(sizeof(Factor)) / 4;  // lanes that the factors of a block take
 // With 32 registers the totals of a tile stay in them, with 16 registers they are added up in L1.
 constexpr bool kTotalsInRegisters = kLanes > 8;
@@ -39,29 +40,78 @@ constexpr int kUnrolled = 2;  // with more, GCC 12 keeps operands in memory
 
 using ByteTiles = Tiles<kRows>;
 
-// The start of the sums of a block and a row, and the exponent of its scale, in its place in a float32, less the
-// biases.
+// A packed block of a row of A: its factors, the start of its sums, and the exponent of its scale, in its place in a
+// float32, less the biases.
 struct BlockOfA {
+  Factor factors[kBlock];
   int32_t start, exponent;
 };
 // The product of the scales of two blocks is times 2^-12, because both elements are multiples of 2^-6.
 constexpr int kProductBias = 2 * 127 - 127 + 2 * kElementBits;
 
-// Where packed A lies: factors [chunk, tile, block, row, 32]; and for each tile, block and row a BlockOfA.
+// Packed A: blocks [chunk, tile, block, row]; or pixels of a convolution, which `taps` gathers to rows.
 struct PackedA {
-  int64_t rows, k;
-  char* base;
-  int64_t padded = panel_depth(k);
+  BlockOfA* base;
+  int64_t rows;
+  const TapRows* taps;
   ByteTiles tiles{rows};
 
-  MXFP8_INLINE_MEMBER PackedA(const void* packed, int64_t rows, int64_t k)
-      : rows(rows), k(k), base(static_cast<char*>(const_cast<void*>(packed))) {}
-  MXFP8_INLINE_MEMBER Factor* factors(Chunk chunk, int64_t tile) const {
-    return reinterpret_cast<Factor*>(base) + tiles.offset(chunk, tile);
-  }
+  MXFP8_INLINE_MEMBER PackedA(const GemmArgs& args, const void* packed, int64_t rows)
+      : base(static_cast<BlockOfA*>(const_cast<void*>(packed))), rows(rows), taps(args.taps) {}
   MXFP8_INLINE_MEMBER BlockOfA* blocks(Chunk chunk, int64_t tile) const {
-    return reinterpret_cast<BlockOfA*>(base + rows * padded * int64_t(sizeof(Factor))) +
-           tiles.offset(chunk, tile) / kBlock;
+    return base + tiles.offset(chunk, tile) / kBlock;
+  }
+};
+
+MXFP8_INLINE Ints word_at(const void* from) {  // in each lane
+  int word;
+  std::memcpy(&word, from, sizeof word);
+  return Ints{} + word;
+}
+
+// The rows of a tile at one block, and from advance() on at the next. word(i, byte): a word of the block of row i.
+template <int R>
+struct RowBlocks {
+  static constexpr int kCount = R;
+  const char* first;
+  MXFP8_INLINE_MEMBER RowBlocks(const PackedA& a, Chunk chunk, int64_t tile)
+      : first(reinterpret_cast<const char*>(a.blocks(chunk, tile))) {}
+  MXFP8_INLINE_MEMBER Ints word(int i, size_t byte) const { return word_at(first + i * sizeof(BlockOfA) + byte); }
+  MXFP8_INLINE_MEMBER void advance() { first += R * sizeof(BlockOfA); }
+};
+
+// The same for pixels, whose blocks lie one behind the other in a tap.
+template <int R>
+struct TapBlocks {
+  static constexpr int kCount = R;
+  const char* rows[R];
+  const BlockOfA* base;
+  const TapRows& taps;
+  int64_t next_row;        // from the pixels of a tap to those of the next
+  const uint32_t* pixels;  // of the tap
+  int64_t left;            // blocks of the tap
+
+  MXFP8_INLINE_MEMBER TapBlocks(const PackedA& a, Chunk chunk, int64_t tile)
+      : base(a.base + a.taps->first), taps(*a.taps), next_row(a.rows) {
+    const int64_t block = chunk.k / kBlock;
+    pixels = taps.pixels + block / taps.blocks * next_row + a.tiles.first_row(tile);
+    find(block % taps.blocks);
+  }
+  MXFP8_INLINE_MEMBER void find(int64_t block) {
+    left = taps.blocks - block;
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+      rows[i] = reinterpret_cast<const char*>(base + int64_t(pixels[i]) * taps.stride + block);
+    }
+  }
+  MXFP8_INLINE_MEMBER Ints word(int i, size_t byte) const { return word_at(rows[i] + byte); }
+  MXFP8_INLINE_MEMBER void advance() {
+    if (--left == 0) {
+      pixels += next_row;
+      return find(0);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) rows[i] += sizeof(BlockOfA);
   }
 };
 
@@ -71,11 +121,11 @@ struct OperandB {
   const uint8_t* codes;
 };
 
-// Adds the products of `depth` values to the totals of R rows of A and V registers of columns: of each block, the
-// first `Words` lanes.
-template <int R, int V, int Words>
-MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, const Factor* b, const uint8_t* codes,
-                                  int64_t depth, float* strip) {
+// Adds the products of `blocks` blocks to the totals of the rows of a tile and V registers of columns: of each block,
+// the first `Words` lanes.
+template <int V, int Words, class From>
+MXFP8_NOINLINE void multiply_tile(From from, int64_t blocks, const Factor* b, const uint8_t* codes, float* strip) {
+  constexpr int R = From::kCount;
   constexpr int64_t next = kPanelVectors * kDecoded / int64_t(sizeof(Factor));  // from a word of B to the next
   constexpr int64_t skipped = (kWords - Words) * next;
   Vec totals[R][V];
@@ -85,13 +135,14 @@ MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, 
       for (int j = 0; j < V; ++j) totals[i][j] = load(strip + i * kGemmColumns + j * kLanes);
     }
   }
-  for (int64_t k = 0; k < depth; k += kBlock, codes += kPanel, blocks_of_a += R, a += R * kBlock, b += skipped) {
+  for (; blocks > 0; --blocks, codes += kPanel, b += skipped) {
     Ints exponents[V], sums[R][V];
     for (int j = 0; j < V; ++j) exponents[j] = widen_codes(codes + j * kLanes) << 23;
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
       for (int j = 0; j < V; ++j) {
-        sums[i][j] = kFoldsByAdding ? exponents[j] + blocks_of_a[i].start : Ints{} + blocks_of_a[i].start;
+        const Ints start = from.word(i, offsetof(BlockOfA, start));
+        sums[i][j] = kFoldsByAdding ? exponents[j] + start : start;
       }
     }
 #pragma GCC unroll kUnrolled
@@ -104,16 +155,14 @@ MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, 
       }
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i) {
-        int factors;
-        std::memcpy(&factors, reinterpret_cast<const int*>(a + i * kBlock) + word, sizeof factors);
-        const Ints row = Ints{} + factors;
-        for (int j = 0; j < V; ++j) add_dots(columns[j], row, &sums[i][j]);
+        const Ints factors = from.word(i, size_t(word) * sizeof(int));
+        for (int j = 0; j < V; ++j) add_dots(columns[j], factors, &sums[i][j]);
       }
     }
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
       for (int j = 0; j < V; ++j) {
-        const Vec scale = reinterpret_cast<Vec>(exponents[j] + blocks_of_a[i].exponent);
+        const Vec scale = reinterpret_cast<Vec>(exponents[j] + from.word(i, offsetof(BlockOfA, exponent)));
         float* to = strip + i * kGemmColumns + j * kLanes;
         const Vec total = kTotalsInRegisters ? totals[i][j] : load(to);
         const Vec sum = kFoldsByAdding ? total + (reinterpret_cast<Vec>(sums[i][j]) - scale)
@@ -125,6 +174,7 @@ MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, 
         }
       }
     }
+    if (blocks > 1) from.advance();
     if (!kTotalsInRegisters) __asm__ volatile("" ::: "memory");  // otherwise GCC keeps the strip, and its addresses
   }
   if (kTotalsInRegisters) {
@@ -145,6 +195,9 @@ MXFP8_INLINE int32_t store_block(__m256i elements, Factor* to) {
   const __m128i halves = _mm_add_epi64(_mm256_castsi256_si128(quarters), _mm256_extracti128_si256(quarters, 1));
   return -128 * (_mm_cvtsi128_si32(_mm_add_epi64(halves, _mm_unpackhi_epi64(halves, halves))) - 128 * int(kBlock));
 }
+MXFP8_INLINE void unpack_block(const BlockOfA& block, uint8_t* elements) {
+  std::memcpy(elements, block.factors, kBlock);
+}
 
 MXFP8_INLINE const Factor* factors_of(const uint8_t* elements, int64_t, Factor*) {
   return reinterpret_cast<const Factor*>(elements);
@@ -159,6 +212,9 @@ MXFP8_INLINE int32_t store_block(__m256i elements, Factor* to) {
   store(to, _mm256_permute2x128_si256(even, odd, 0x20));
   store(to + kBlock / 2, _mm256_permute2x128_si256(even, odd, 0x31));
   return 0;
+}
+MXFP8_INLINE void unpack_block(const BlockOfA& block, uint8_t* elements) {
+  for (int i = 0; i < kBlock; ++i) elements[i] = uint8_t(block.factors[i / 16 * 16 + i % 2 * 8 + i % 16 / 2]);
 }
 
 // The factors of `depth` values of a panel.
@@ -176,7 +232,7 @@ MXFP8_INLINE const Factor* factors_of(const uint8_t* elements, int64_t depth, Fa
 #endif
 
 struct RoomOfB {
-  alignas(64) Factor factors[sizeof(Factor) == 1 ? 1 : kPanel * kDepth];
+  alignas(64) Factor factors[sizeof(Factor) == 1 ? 1 : kPanel * kTapsDepth];
 };
 MXFP8_INLINE OperandB operand_of(PanelView panel, int64_t depth, RoomOfB* room) {
   return {factors_of(panel.elements, depth, room->factors), panel.codes};
@@ -185,22 +241,33 @@ MXFP8_INLINE OperandB operand_of(PanelView panel, int64_t depth, RoomOfB* room) 
 template <int R, int V>
 MXFP8_INLINE void multiply_tile(const PackedA& a, Chunk chunk, int64_t tile, OperandB b, int64_t block_values,
                                 float* strip) {
-  const auto multiply = [&](auto words) MXFP8_INLINE_LAMBDA {
-    multiply_tile<R, V, decltype(words)::value>(a.factors(chunk, tile), a.blocks(chunk, tile), b.factors, b.codes,
-                                                chunk.padded, strip);
+  const auto multiply = [&](auto from) MXFP8_INLINE_LAMBDA {
+    const int64_t blocks = blocks_of(chunk.count);
+    if (block_values > kBlock / 2) {
+      multiply_tile<V, kWords>(from, blocks, b.factors, b.codes, strip);
+    } else {
+      multiply_tile<V, kWords / 2>(from, blocks, b.factors, b.codes, strip);
+    }
   };
-  block_values > kBlock / 2 ? multiply(Rows<kWords>{}) : multiply(Rows<kWords / 2>{});
+  if (a.taps == nullptr) {
+    multiply(RowBlocks<R>(a, chunk, tile));
+  } else {
+    multiply(TapBlocks<R>(a, chunk, tile));
+  }
 }
 
-// Packs a block of a row of a tile, whose scale has this code.
-MXFP8_INLINE void pack_block(const PackedA& to, Chunk chunk, int64_t tile, int64_t row, int64_t block,
-                             const uint8_t* elements, uint32_t code) {
+// Packs a block whose scale has this code.
+MXFP8_INLINE void pack_block(const uint8_t* elements, uint32_t code, BlockOfA* to) {
   constexpr int bias = kFoldsByAdding ? kProductBias - kSumBits : kProductBias;
-  const int64_t at = block * to.tiles.rows_of(tile) + row;
   const int32_t exponent = (int32_t(code) - bias) * (1 << 23) + int32_t(kFoldsByAdding ? kHalf : 0);
   const __m256i values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(elements));
-  const int32_t correction = store_block(values, to.factors(chunk, tile) + at * kBlock);
-  to.blocks(chunk, tile)[at] = {correction + (kFoldsByAdding ? exponent : 0), exponent};
+  const int32_t correction = store_block(values, to->factors);
+  to->start = correction + (kFoldsByAdding ? exponent : 0), to->exponent = exponent;
+}
+// The same for a block of a row of a tile.
+MXFP8_INLINE void pack_block(const PackedA& to, Chunk chunk, int64_t tile, int64_t row, int64_t block,
+                             const uint8_t* elements, uint32_t code) {
+  pack_block(elements, code, to.blocks(chunk, tile) + block * to.tiles.rows_of(tile) + row);
 }
 
 }  // namespace mxfp8::MXFP8_ISA

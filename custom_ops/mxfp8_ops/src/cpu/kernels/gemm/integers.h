@@ -26,7 +26,12 @@ constexpr int power_of(int exponent) {
 // Adds products of pairs to sums. The code is the instruction itself: with its intrinsic, GCC 12 keeps sums in memory,
 // which takes twice the time.
 MXFP8_INLINE void add_dots(Ints pairs, Ints other_pairs, Ints* sums) {
+#if defined(MXFP8_EMULATED_DOTS)
+  *sums = reinterpret_cast<Ints>(vnni_emulation::dpwssd(
+      reinterpret_cast<__m256i>(*sums), reinterpret_cast<__m256i>(pairs), reinterpret_cast<__m256i>(other_pairs)));
+#else
   __asm__(MXFP8_DOTS_OF_INTEGERS " %2, %1, %0" : "+v"(*sums) : "v"(pairs), "v"(other_pairs));
+#endif
 }
 
 // A block's integers.

@@ -79,11 +79,10 @@ MXFP8_INLINE void raise_magnitudes(const typename D::Storage* x, int64_t stride,
   for (; i < width; ++i) raise(i);
 }
 
-// Loads one row of up to 64 columns, and raises their largest magnitudes, as float32 bits.
+// Loads one row of 64 columns, and raises their largest magnitudes, as float32 bits.
 template <class D>
-MXFP8_INLINE void load_columns(const typename D::Storage* x, int64_t width, float* __restrict values,
-                               int32_t* __restrict amax) {
-  for (int64_t i = 0; i < width; ++i) {
+MXFP8_INLINE void load_columns(const typename D::Storage* x, float* __restrict values, int32_t* __restrict amax) {
+  for (int64_t i = 0; i < kColumnTile; ++i) {
     values[i] = D::load(x[i]);
     const int32_t magnitude = int32_t(bits_of(values[i]) & kMagnitude);
     amax[i] = magnitude > amax[i] ? magnitude : amax[i];
@@ -184,6 +183,19 @@ struct ApartBlocks {
   Group groups_[2];
 };
 
+// A tile of 32 rows and 64 columns, and the tile after it. Rows from `depth` on are zeros.
+template <class D>
+struct ColumnTile {
+  const typename D::Storage* x;
+  int64_t stride, depth;
+  const typename D::Storage* next;
+  int64_t next_stride;
+
+  MXFP8_INLINE_MEMBER void fetch(int64_t row) const {
+    for (int64_t j = 0; j < kColumnTile; j += 64 / int64_t(sizeof *x)) __builtin_prefetch(next + row * next_stride + j);
+  }
+};
+
 }  // namespace mxfp8::MXFP8_ISA
 
 // Both headers below provide:
@@ -192,7 +204,7 @@ struct ApartBlocks {
 //   `sums` is not null. Returns how many groups it did.
 // kGroupsAddErrors: whether `sums` may be a pointer other than null.
 // quantize_turned: quantizes a tile of 32 rows and 64 columns, each column one block, and stores it turned: element k
-//   of column c is turned[c * stride + k]. `sums` may be null. Returns whether it did the tile.
+//   of column c is turned[c * stride + k]. Fetches the tile at `next`. `sums` may be null. Returns whether it did it.
 // encode_columns: encodes a row of columns, each with its own scale.
 //
 // quantize_groups and quantize_turned stop at a block that holds a NaN or Inf, whose largest element may be infinite,
@@ -255,7 +267,7 @@ MXFP8_INLINE int64_t quantize_groups(Blocks& blocks, int64_t groups, uint32_t in
 }
 
 template <class D, class F>
-MXFP8_INLINE bool quantize_turned(const typename D::Storage*, int64_t, uint32_t, uint8_t*, int64_t, uint8_t*, Sums*) {
+MXFP8_INLINE bool quantize_turned(const ColumnTile<D>&, uint32_t, uint8_t*, int64_t, uint8_t*, Sums*) {
   return false;
 }
 

@@ -238,21 +238,20 @@ MXFP8_INLINE int64_t quantize_groups(Blocks& blocks, int64_t groups, uint32_t in
 }
 
 template <class D, class F>
-MXFP8_INLINE bool quantize_turned(const typename D::Storage* x, int64_t x_stride, uint32_t increment, uint8_t* turned,
-                                  int64_t stride, uint8_t* scales, Sums* sums) {
+MXFP8_INLINE bool quantize_turned(const ColumnTile<D>& tile, uint32_t increment, uint8_t* turned, int64_t stride,
+                                  uint8_t* scales, Sums* sums) {
   const __m512i mask = _mm512_set1_epi32(int(kMagnitude));
   const __m512i gather = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
   alignas(64) float values[kBlock][kColumnTile];
   __m512i amax[4] = {};
-  for (int row = 0; row < kBlock; ++row) {
+  for (int64_t row = tile.depth; row < kBlock; ++row) std::memset(values[row], 0, sizeof values[row]);
+  for (int64_t row = 0; row < tile.depth; ++row) {
     for (int i = 0; i < 4; ++i) {
-      const __m512 v = load_lanes(D{}, x + row * x_stride + 16 * i);
+      const __m512 v = load_lanes(D{}, tile.x + row * tile.stride + 16 * i);
       _mm512_store_ps(values[row] + 16 * i, v);
       amax[i] = _mm512_max_epu32(amax[i], _mm512_and_si512(_mm512_castps_si512(v), mask));
     }
-    for (int64_t j = 0; j < kColumnTile; j += 64 / int64_t(sizeof *x)) {
-      __builtin_prefetch(x + (row + kBlock) * x_stride + j);
-    }
+    tile.fetch(row);
   }
   __m512i codes[4];
   for (int i = 0; i < 4; ++i) {

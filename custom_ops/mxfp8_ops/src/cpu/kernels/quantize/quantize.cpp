@@ -130,42 +130,40 @@ void columns(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end) {
   });
 }
 
-// Quantizes `depth` <= 32 rows of `width` <= 64 columns; each column is one block. codes: [32, 64], of which only
-// [depth, width] is valid. The values stay as float32 meanwhile, because neighbouring rows of x may evict each other
-// from L1.
+// Quantizes a tile; each column is one block. The values stay as float32 meanwhile, because neighbouring rows of x may
+// evict each other from L1.
 template <class D, class F>
-MXFP8_INLINE void quantize_tile(const typename D::Storage* x, int64_t stride, int64_t depth, int64_t width,
-                                uint32_t increment, uint8_t (*codes)[kColumnTile], uint8_t* scales, Sums* sums) {
+MXFP8_INLINE void quantize_tile(const ColumnTile<D>& tile, uint32_t increment, uint8_t (*codes)[kColumnTile],
+                                uint8_t* scales, Sums* sums) {
   alignas(64) float values[kBlock][kColumnTile];
   alignas(64) int32_t amax[kColumnTile] = {};
   alignas(64) float inverse[kColumnTile];
   alignas(64) float scale[kColumnTile];
   alignas(64) uint32_t counts[kColumnTile];  // a mask: all bits; no bits for a column with a NaN or Inf
-  for (int64_t row = 0; row < depth; ++row) load_columns<D>(x + row * stride, width, values[row], amax);
+  for (int64_t row = tile.depth; row < kBlock; ++row) std::memset(values[row], 0, sizeof values[row]);
+  for (int64_t row = 0; row < tile.depth; ++row) {
+    load_columns<D>(tile.x + row * tile.stride, values[row], amax);
+    tile.fetch(row);
+  }
   bool finite = true;
   for (int64_t column = 0; column < kColumnTile; ++column) {
     const uint32_t code = scale_code<F>(uint32_t(amax[column]), increment);
-    if (column < width) scales[column] = uint8_t(code);
+    scales[column] = uint8_t(code);
     inverse[column] = code == kScaleNan ? 0.0f : inverse_scale_value(code);
     scale[column] = scale_value(code);
     counts[column] = code != kScaleNan ? ~0u : 0u;
     finite = finite && code != kScaleNan;
   }
-  for (int64_t row = 0; row < depth; ++row) {
-    encode_columns<Float32, F>(values[row], inverse, width, codes[row]);
-  }
-  if (!finite) {
-    for (int64_t row = 0; row < depth; ++row) {
-      for (int64_t column = 0; column < width; ++column) {
-        if (scales[column] == kScaleNan) codes[row][column] = kElementNan;
-      }
-    }
+  for (int64_t row = 0; row < kBlock; ++row) encode_columns<Float32, F>(values[row], inverse, kColumnTile, codes[row]);
+  for (int64_t column = 0; !finite && column < kColumnTile; ++column) {
+    if (scales[column] != kScaleNan) continue;
+    for (int64_t row = 0; row < kBlock; ++row) codes[row][column] = kElementNan;
   }
   if (sums == nullptr) return;
   double* __restrict signals = sums->signal;
   double* __restrict noises = sums->noise;
-  for (int64_t row = 0; row < depth; ++row) {
-    for (int64_t column = 0; column < width; ++column) {
+  for (int64_t row = 0; row < kBlock; ++row) {
+    for (int64_t column = 0; column < kColumnTile; ++column) {
       const float rounded = decode<F>(codes[row][column]) * scale[column];
       const float value = float_of(bits_of(values[row][column]) & counts[column]);
       const float error = float_of(bits_of(values[row][column] - rounded) & counts[column]);
@@ -175,12 +173,11 @@ MXFP8_INLINE void quantize_tile(const typename D::Storage* x, int64_t stride, in
   }
 }
 
-// Turns codes [depth, width] of a tile: element k of column c becomes turned[c * stride + k].
-MXFP8_INLINE void turn_tile(const uint8_t (*codes)[kColumnTile], int64_t depth, int64_t width, uint8_t* turned,
-                            int64_t stride) {
+// Turns the codes of a tile: element k of column c becomes turned[c * stride + k].
+MXFP8_INLINE void turn_tile(const uint8_t (*codes)[kColumnTile], uint8_t* turned, int64_t stride) {
 #if defined(__AVX2__)
-  for (int64_t k = 0; k < depth; k += kTurnRows) {  // with what lies behind `depth` and `width`: there is room for it
-    for (int64_t c = 0; c < width; c += kTurnRows) {
+  for (int64_t k = 0; k < kBlock; k += kTurnRows) {
+    for (int64_t c = 0; c < kColumnTile; c += kTurnRows) {
       __m128i square[kTurnRows];
       for (int i = 0; i < kTurnRows; ++i)
         square[i] = _mm_load_si128(reinterpret_cast<const __m128i*>(codes[k + i] + c));
@@ -191,22 +188,26 @@ MXFP8_INLINE void turn_tile(const uint8_t (*codes)[kColumnTile], int64_t depth, 
     }
   }
 #else
-  for (int64_t c = 0; c < width; ++c) {
-    for (int64_t k = 0; k < depth; ++k) turned[c * stride + k] = codes[k][c];
+  for (int64_t c = 0; c < kColumnTile; ++c) {
+    for (int64_t k = 0; k < kBlock; ++k) turned[c * stride + k] = codes[k][c];
   }
 #endif
 }
 
-// The pack of a transposed weight: x [K, N] -> elements [N, K]. A tile is 64 columns by 8 blocks, so that each row of
-// the result is written 256 bytes at a time. The numbers of tiles go along the columns first.
+// The pack of a transposed weight: x [K, N] -> elements [N, K]. A task's tile is 64 columns by 8 blocks, so that each
+// row of the result is written 256 bytes at a time. The numbers of tiles go along the columns first. Zeros complete a
+// tile at the ends of x.
 template <class D, class F>
 void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, Stats* stats) {
+  using T = typename D::Storage;
+  constexpr int64_t turned_bytes = kPackDepth * kBlock;
   const int64_t blocks = (args.k + kBlock - 1) / kBlock;
   const int64_t across = (args.outer + kColumnTile - 1) / kColumnTile;
   alignas(64) uint8_t codes[kBlock][kColumnTile];
-  alignas(64) uint8_t turned[kColumnTile][kPackDepth * kBlock];
+  alignas(64) uint8_t room[kColumnTile][turned_bytes];
   alignas(64) uint8_t scales[kColumnTile];
-  const int64_t row_bytes = args.row_bytes != 0 ? args.row_bytes : args.k;
+  alignas(64) T padded[kBlock][kColumnTile];
+  uint8_t* const turned = args.whole_tile ? args.elements : room[0];
   Sums sums;
   Sums* const wanted = stats == nullptr ? nullptr : &sums;
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
@@ -216,18 +217,25 @@ void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, 
     const int64_t block_end = block_begin + kPackDepth < blocks ? block_begin + kPackDepth : blocks;
     const int64_t k_begin = block_begin * kBlock;
     const int64_t k_end = block_end * kBlock < args.k ? block_end * kBlock : args.k;
+    const T* const first = static_cast<const T*>(args.x) + k_begin * args.stride + column;
     for (int64_t block = block_begin; block < block_end; ++block) {
       const int64_t k = block * kBlock;
       const int64_t depth = args.k - k < kBlock ? args.k - k : kBlock;
-      const auto* x = static_cast<const typename D::Storage*>(args.x) + k * args.stride + column;
-      if (depth == kBlock && width == kColumnTile &&
-          quantize_turned<D, F>(x, args.stride, args.increment, turned[0] + k - k_begin, kPackDepth * kBlock, scales,
-                                wanted)) {
-        for (int64_t c = 0; c < kColumnTile; ++c) args.scales[(column + c) * blocks + block] = scales[c];
-        continue;
+      const T* x = first + (k - k_begin) * args.stride;
+      const T* next = block + 1 < block_end ? x + kBlock * args.stride : first + kColumnTile;
+      ColumnTile<D> part = {x, args.stride, depth, next, args.stride};
+      if (width < kColumnTile) {
+        std::memset(padded, 0, sizeof padded);
+        for (int64_t row = 0; row < depth; ++row) {
+          std::memcpy(padded[row], x + row * args.stride, size_t(width) * sizeof(T));
+        }
+        part.x = padded[0], part.stride = kColumnTile;
       }
-      quantize_tile<D, F>(x, args.stride, depth, width, args.increment, codes, scales, wanted);
-      turn_tile(codes, depth, width, turned[0] + k - k_begin, kPackDepth * kBlock);
+      uint8_t* to = turned + k - k_begin;
+      if (!quantize_turned<D, F>(part, args.increment, to, turned_bytes, scales, wanted)) {
+        quantize_tile<D, F>(part, args.increment, codes, scales, wanted);
+        turn_tile(codes, to, turned_bytes);
+      }
       for (int64_t c = 0; c < width; ++c) {
         args.scales[(column + c) * blocks + block] = scales[c];
         if (stats == nullptr || scales[c] != kScaleNan) continue;
@@ -239,11 +247,12 @@ void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, 
         }
       }
     }
-    for (int64_t c = 0; c < width; ++c) {
-      uint8_t* to = args.elements + (column + c) * row_bytes + k_begin;
+    for (int64_t c = 0; c < width && !args.whole_tile; ++c) {
+      uint8_t* to = args.elements + (column + c) * args.k + k_begin;
+      const uint8_t* from = room[c];
       const int64_t count = k_end - k_begin, whole = count / kBlock * kBlock;
-      for (int64_t k = 0; k < whole; k += kBlock) std::memcpy(to + k, turned[c] + k, kBlock);
-      if (count > whole) std::memcpy(to + whole, turned[c] + whole, size_t(count - whole));
+      for (int64_t i = 0; i < whole; i += kBlock) std::memcpy(to + i, from + i, kBlock);
+      if (count > whole) std::memcpy(to + whole, from + whole, size_t(count - whole));
     }
   }
   if (stats != nullptr) sums.add_to(stats);
