@@ -27,7 +27,7 @@ sys.exit(pytest.main(["-k", sys.argv[2], *sys.argv[3:]]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa, option", [("amx_bf16", "AMX"), ("avx2_vnni", "VNNI")])
+@pytest.mark.parametrize(("isa", "option"), [("amx_bf16", "AMX"), ("avx2_vnni", "VNNI")])
 def test_kernels_on_emulated_instructions(isa: str, option: str, tmp_path: Path) -> None:
     if REST[isa] not in cpu.available_isas():
         pytest.skip(f"the rest of these kernels is {REST[isa]}")

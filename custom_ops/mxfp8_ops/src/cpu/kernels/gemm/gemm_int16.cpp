@@ -189,7 +189,7 @@ MXFP8_NOINLINE void multiply_tile(const int16_t* a, const float* a_scales, int64
 #pragma GCC unroll 2
     for (int pair = 0; pair < kPairs; ++pair, b += kPairLanes) {
       Ints columns[V];
-      for (int j = 0; j < V; ++j) std::memcpy(columns + j, b + j * kDepth * kLanes, sizeof columns[j]);
+      for (int j = 0; j < V; ++j) columns[j] = load_ints(b + j * kDepth * kLanes);
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i) {
         int two;
@@ -221,8 +221,7 @@ MXFP8_NOINLINE void add_small_of_a(const Small* smalls, const Panel& panel, floa
     const int16_t* pairs = panel.integers + block * kBlock * kLanes + (place % 2 * kWordPairs + word) * kPairLanes;
     const int to_top = place < 2 ? 16 : 0;
     for (int j = 0; j < V; ++j) {
-      Ints two;
-      std::memcpy(&two, pairs + j * kDepth * kLanes, sizeof two);
+      const Ints two = load_ints(pairs + j * kDepth * kLanes);
       const Vec weights = __builtin_convertvector((two << to_top) >> 16, Vec) *
                           load(panel.scales + (j * (kDepth / kBlock) + block) * kLanes);
       float* to = strip + small.row * kGemmColumns + j * kLanes;

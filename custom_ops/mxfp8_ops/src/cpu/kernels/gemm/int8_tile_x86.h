@@ -151,7 +151,7 @@ MXFP8_NOINLINE void multiply_tile(From from, int64_t blocks, const Factor* b, co
       for (int j = 0; j < V; ++j) {
         const Factor* from = b + j * kDecoded / int(sizeof(Factor));
         if (sizeof(Factor) == 1) __builtin_prefetch(from + kPanelAhead);
-        std::memcpy(columns + j, from, sizeof columns[j]);
+        columns[j] = load_ints(from);
       }
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i) {

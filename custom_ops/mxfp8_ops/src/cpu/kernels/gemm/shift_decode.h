@@ -16,6 +16,12 @@ namespace mxfp8::MXFP8_ISA {
 
 typedef int16_t Shorts __attribute__((vector_size(sizeof(Vec))));
 typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
+// Not a memcpy to an element of an array: where that is a single register, GCC 12 loads, stores and loads again.
+MXFP8_INLINE Ints load_ints(const void* from) {
+  Ints ints;
+  std::memcpy(&ints, from, sizeof ints);
+  return ints;
+}
 typedef uint8_t Bytes __attribute__((vector_size(sizeof(Vec))));
 typedef int8_t SignedBytes __attribute__((vector_size(sizeof(Vec))));
 
