@@ -165,7 +165,7 @@ def advice(isa: str, name: str = DEFAULT) -> str:
 
 
 SLOW_CONVOLUTIONS: Final = frozenset({"avx2", "portable"})
-"""The instruction sets without a dot product of bytes. On them convolutions in INT8 are hardly faster than in float32, or
+"""The instruction sets without a dot product of bytes. There convolutions in INT8 are hardly faster than in float32, or
 slower: on AVX2 five files of benchmarks/convolutions.py ran 0.9 to 1.2 times as fast."""
 
 
