@@ -40,7 +40,8 @@ def quantize_(
         recipe: as in `rewrite`. Patterns match the dotted path of a module.
         training: replace linears by layers that train in MXFP8 (`te.Linear`). `pack` packs them afterwards.
         allow_nonfinite: pack weights with NaN or Inf instead of refusing them.
-        progress: called as progress(module, bytes_done, bytes_total) after each weight.
+        progress: called as progress(module, bytes_done, bytes_total) after each weight. If it raises, the model is
+            packed in part; another call packs the rest.
 
     Raises:
         ContractError: `model` is no module, or a weight cannot be packed. The model is unchanged.

@@ -67,26 +67,38 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
         warnings.warn(printable(left_out), stacklevel=3)  # the caller of quantize_
     if not (training or options.allow_nonfinite):
         _check_finite(sites, decisions)
-    reports = _changed(sites, decisions, chosen, options)
-    # The fast paths of torch's encoder would multiply by the dequantized weights.
-    for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer) and isinstance(layer.linear1, Packed):
-            layer.activation_relu_or_gelu = 0
-        elif isinstance(layer, nn.TransformerEncoder):
-            layer.use_nested_tensor = False
+    try:
+        reports = _changed(sites, decisions, chosen, options)
+    finally:  # also where `progress` raised: another call packs the rest
+        _take_no_fast_path(model)
+        if not training and any(isinstance(m, Packed) for m in model.modules()):
+            _freeze(model)
     if not training:
-        model.requires_grad_(False)
-        for each in model.modules():
-            # A quantizer of transformers writes the recipe. A PEFT model saves its adapters alone.
-            is_whole = hasattr(each, "save_pretrained") and not hasattr(each, "peft_config")
-            if is_whole and not getattr(each, "is_quantized", False):
-                each.__dict__["save_pretrained"] = _refuse_to_save
         to_pack = (site for site, each in zip(sites, decisions, strict=True) if each.quantize)
         if any(site.norm is not None and site.norm.training for site in to_pack):
             notes.append("normalizations in training mode were folded; now they use their running statistics")
     accounts = account(decisions, size, _stored(model))
     results: Any = {"sites": reports, "account": accounts, "notes": notes, "bytes_after": accounts.bytes_after}
     return build_report(chosen, options, size, **results)
+
+
+def _take_no_fast_path(model: nn.Module) -> None:
+    """Makes encoders of torch call their linears: their fast paths multiply by the weights of these in float."""
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) and isinstance(layer.linear1, (Packed, TrainingLinear)):
+            layer.activation_relu_or_gelu = 0
+        elif isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False
+
+
+def _freeze(model: nn.Module) -> None:
+    """Freezes the parameters of a packed model, and refuses to save it in the format of transformers."""
+    model.requires_grad_(False)
+    for each in model.modules():
+        # A quantizer of transformers writes the recipe. A PEFT model saves its adapters alone.
+        is_whole = hasattr(each, "save_pretrained") and not hasattr(each, "peft_config")
+        if is_whole and not getattr(each, "is_quantized", False):
+            each.__dict__["save_pretrained"] = _refuse_to_save
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:

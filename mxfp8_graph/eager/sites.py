@@ -194,10 +194,10 @@ def _without_values(model: nn.Module) -> nn.Module | None:
 
 
 class _Tracer(fx.Tracer):
-    """Traces the code of a module and of the modules in it, but torch's own and the Conv1D of transformers."""
+    """Traces the code of a module and of the modules in it, but torch's own, those of transformers, and packed ones."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return type(m) in KINDS or super().is_leaf_module(m, module_qualified_name)
+        return type(m) in KINDS or isinstance(m, Packed) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _traced(module: nn.Module) -> list[fx.Node]:
@@ -228,7 +228,7 @@ class _View:
             name = op.target if isinstance(op.target, str) else op.target.__name__
             return name.rstrip("_")
         module = self._model.get_submodule(str(op.target))
-        has_matrix = any(parameter.dim() > 1 for parameter in module.parameters())
+        has_matrix = isinstance(module, Packed) or any(parameter.dim() > 1 for parameter in module.parameters())
         return "linear" if has_matrix else type(module).__name__.lower().replace("identity", "alias")
 
     def is_constant(self, value: Any) -> bool:

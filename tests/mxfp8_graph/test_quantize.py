@@ -348,10 +348,11 @@ def test_a_module_that_cannot_be_packed_stays_with_a_reason(reason: str) -> None
     assert reason in next(site.reason for site in report.kept if site.name == "odd")
 
 
-def test_an_encoder_of_torch_takes_no_fast_path_in_float() -> None:
+@pytest.mark.parametrize(("recipe", "training"), [("mxint8", False), ("mxfp8", True)])
+def test_an_encoder_of_torch_takes_no_fast_path_in_float(recipe: str, training: bool) -> None:
     """With a padding mask its fast path has nested tensors, and reads the weights of its linears."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 128, batch_first=True), 1).eval()
-    quantize_(encoder, "mxint8")
+    quantize_(encoder, recipe, training=training)
     mask = torch.tensor([[False] * 6 + [True] * 2, [False] * 8])
     with torch.no_grad():
         fast = encoder(x := torch.randn(2, 8, 64), src_key_padding_mask=mask)
@@ -364,6 +365,20 @@ def test_a_second_call_packs_the_rest() -> None:
     quantize_(model["encoder"], "mxint8")
     assert [site.name for site in quantize_(model, "mxint8").rewritten] == ["decoder"]
     assert quantize_(model, "mxint8").already_rewritten
+
+
+def test_calls_after_one_that_was_interrupted_pack_what_one_call_does() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = nn.Sequential(*linears(), nn.Linear(64, 64))  # the last is a head, which stays
+    quantize_(whole := copy.deepcopy(model), "mxint8")
+    with pytest.raises(KeyboardInterrupt):
+        quantize_(model, "mxint8", progress=interrupt)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    for _ in range(2):  # in the second call the head is the only linear that is left
+        quantize_(model, "mxint8")
+    assert_same(model.state_dict(), whole.state_dict())
 
 
 def test_tied_weights_stay_tied() -> None:
