@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -16,6 +17,10 @@ from releases import release
 # A shell that starts a command in the background makes it ignore SIGINT, and so do its child processes. The tests of
 # interrupts need the signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests run in two processes, each with threads of torch. An idle thread that spins keeps the other process waiting.
+# Here they sleep: tests of training take a third of the time. OpenMP reads this when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 LONGEST = (
     "test_cuda_gemms.py",
