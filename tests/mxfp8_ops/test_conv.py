@@ -124,12 +124,18 @@ def test_whole_layers_give_the_same_bits_for_any_number_of_threads(isa: str, sha
     np.testing.assert_array_equal(*(cpu.conv(x, *b, settings=s, threads=threads) for threads in (1, 3)))
 
 
-def test_scales_at_the_ends_of_their_range_are_exact(isa: str) -> None:
-    x, b = heavy_tailed((1, 96, 6, 6)), weight(20, 3, 3, 96)
-    x[0, :32, 2, 2] *= np.float32(2.0**-140)
-    x[0, 32:64, 3, 3], x[0, 5, 0, 0], x[0, 70, 5, 1] = 0, np.inf, np.nan
-    b[1][3, 0, 0, 0], b[1][4, 1, 1, 1], b[1][5, 2, 2, 2] = 0, 180, 255
-    check(x, b, Settings(pads=(1,)))
+@pytest.mark.parametrize("of_x", [False, True])
+@pytest.mark.parametrize(("c", "group"), [(96, 1), (72, 1), (128, 2)])
+def test_scales_at_the_ends_of_their_range_are_exact(isa: str, c: int, group: int, of_x: bool) -> None:
+    x, b = heavy_tailed((1, c, 6, 6)), weight(20, 3, 3, c // group)
+    b[1][3, 0, 0, 0], b[1][4, 1, 1, 1], b[1][5, 2, 2, 0] = 0, 180, 255
+    if of_x:  # kernels that read packed pixels then gather
+        x[0, :32, 2, 2] *= np.float32(2.0**-140)
+        x[0, 32:64, 3, 3], x[0, 5, 0, 0], x[0, 70, 5, 1] = 0, np.inf, np.nan
+    s = Settings(pads=(1,), group=group)
+    check(x, b, s)
+    constant, fed = native.ConstantWeight(), cpu.conv(x, *b, settings=s)
+    np.testing.assert_array_equal(cpu.conv(x, *b, settings=s, weight=constant), fed)
 
 
 # --- The node --------------------------------------------------------------------------------------------------------

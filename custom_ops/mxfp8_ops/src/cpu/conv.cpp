@@ -1,7 +1,8 @@
 // A convolution as gemms. x is quantized once, into pixels of whole blocks. Strips of output pixels are multiplied with
 // b, by a kernel that finds the pixels of each tap in a table; for other kernels, a strip gathers its taps to rows of
 // A. The gemm stores its sums through a turn. So every instruction set has convolutions without a kernel of its own.
-// Memory: 1.03 bytes for each value of x, packed for VNNI 1.28, for AVX2 2.28; and a strip for each thread.
+// Memory: 1.03 bytes for each value of the whole blocks of x, packed for VNNI 1.28, for AVX2 2.28; and a strip for each
+// thread.
 #include "conv.h"
 
 #include <atomic>
@@ -40,7 +41,6 @@ struct Blocked {
 struct Pixels {
   Scratch elements, scales;
   const GemmRow* row;
-  int exponent;  // what pack_pixels has returned
 };
 
 // Quantizes x in tiles of pack_columns. Calls done(elements, scales, pixel, width, block, blocks) with each: `width`
@@ -77,17 +77,13 @@ void quantize_tiles(const Kernels& kernels, const Parallel& parallel, const Conv
 
 Pixels quantize_pixels(const Kernels& kernels, const Parallel& parallel, const ConvArgs& args, const Blocked& sizes,
                        const GemmRow* row) {
+  if (args.c == 0) return {};
   const int64_t all = args.n * args.axes[0].in * args.axes[1].in, stride = sizes.pixel_blocks;
-  const int64_t block_bytes = row == nullptr ? kBlock : row->kernel->pixel_block_bytes;
-  Pixels result = {scratch_of((all + 1) * stride * block_bytes), scratch_of((all + 1) * stride), row, kAllZero};
+  const int64_t block_bytes = row == nullptr ? kBlock : row->kernel->block_bytes;
+  Pixels result = {scratch_of((all + 1) * stride * block_bytes), scratch_of((all + 1) * stride), row};
   auto* elements = static_cast<uint8_t*>(result.elements.get());
   auto* scales = static_cast<uint8_t*>(result.scales.get());
-  std::atomic<int> exponent{kAllZero};
-  const auto pack = [&](const PixelBlocks& from, int64_t pixel, int64_t block) {
-    const int of_tile = row->kernel->pack_pixels(from, elements, pixel, block, stride);
-    int lowest = exponent.load();
-    while (of_tile < lowest && !exponent.compare_exchange_weak(lowest, of_tile)) continue;
-  };
+  std::atomic<bool> fits{true};
   quantize_tiles(
       kernels, parallel, args,
       [&](const uint8_t* codes, const uint8_t* of_codes, int64_t pixel, int64_t width, int64_t block, int64_t blocks) {
@@ -97,14 +93,18 @@ Pixels quantize_pixels(const Kernels& kernels, const Parallel& parallel, const C
           if (row != nullptr) continue;
           std::memcpy(elements + at * kBlock, codes + i * kPackDepth * kBlock, size_t(blocks * kBlock));
         }
-        if (row != nullptr) pack({codes, of_codes, width, blocks, kPackDepth * kBlock}, pixel, block);
+        if (row == nullptr) return;
+        const PixelBlocks tile = {codes, of_codes, width, blocks, kPackDepth * kBlock};
+        void* first = elements + (pixel * stride + block) * block_bytes;
+        if (!row->kernel->pack_pixels(tile, first, stride)) fits = false;
       });
-  if (row != nullptr) {
-    const std::vector<uint8_t> zeros(size_t(stride * kBlock));
-    std::memset(scales + all * stride, kScaleOne, size_t(stride));
-    pack({zeros.data(), scales + all * stride, 1, stride, stride * kBlock}, all, 0);
-  }
-  result.exponent = exponent;
+  if (row == nullptr) return result;
+  // Gathered rows hold any scale. Few inputs have such a block, and quantizing them again takes less than a strip.
+  if (!fits) return quantize_pixels(kernels, parallel, args, sizes, nullptr);
+  const std::vector<uint8_t> zeros(size_t(stride * kBlock));
+  std::memset(scales + all * stride, kScaleOne, size_t(stride));
+  row->kernel->pack_pixels({zeros.data(), scales + all * stride, 1, stride, stride * kBlock},
+                           elements + all * stride * block_bytes, stride);
   return result;
 }
 
@@ -163,9 +163,10 @@ void find_pixels(const ConvArgs& args, int64_t image, int64_t pixel, int64_t row
       const int64_t line = (image * down.in + y) * across.in;
       count = std::min(rows - row, across.out - first);
       const int64_t x = first * across.stride + j;
-      int64_t inside = x < 0 ? std::min(count, ceil_div(-x, across.stride)) : 0;  // the first pixel, and the last
+      // The first row with a pixel in the line, and the row behind the last one.
+      int64_t inside = x < 0 ? std::min(count, ceil_div(-x, across.stride)) : 0;
       int64_t last = x >= across.in ? 0 : std::min(count, ceil_div(across.in - x, across.stride));
-      if (y < 0 || y >= down.in || last < inside) inside = last = count;
+      if (y < 0 || y >= down.in) inside = last = count;
       std::fill_n(numbers + row, inside, padding);
       auto number = uint32_t(line + x + inside * across.stride);
       for (int64_t n = inside; n < last; ++n, number += uint32_t(across.stride)) numbers[row + n] = number;
@@ -181,106 +182,64 @@ bool is_pointwise(const ConvArgs& args) {
   return args.group == 1 && plain(args.axes[0]) && plain(args.axes[1]);
 }
 
-// The elements of blocks that a kernel has packed.
-struct ExactBlocks {
-  const Kernels& kernels;
-  const ConvArgs& args;
-  const Blocked& sizes;
-  const Pixels& x;
-
-  static void load(const void* from, int64_t pixel, int64_t block, uint8_t* elements) {
-    const auto& self = *static_cast<const ExactBlocks*>(from);
-    const int64_t at = pixel * self.sizes.pixel_blocks + block, channel = block * kBlock;
-    const uint8_t code = static_cast<const uint8_t*>(self.x.scales.get())[at];
-    if (self.x.row->kernel->unpack_pixel(self.x.elements.get(), at, code, elements)) return;
-    const int64_t pixels = self.args.axes[0].in * self.args.axes[1].in;  // the padding is unpacked
-    const int64_t bytes = value_bytes(self.args.x_dtype), channels = std::min(kBlock, self.args.c - channel);
-    alignas(8) char values[kBlock * sizeof(float)];
-    const auto* x = static_cast<const char*>(self.args.x) +
-                    ((pixel / pixels * self.args.c + channel) * pixels + pixel % pixels) * bytes;
-    for (int64_t i = 0; i < channels; ++i) std::memcpy(values + i * bytes, x + i * pixels * bytes, size_t(bytes));
-    uint8_t scale;
-    std::memset(elements, 0, kBlock);
-    const QuantizeArgs block_of_x = {.dtype = self.args.x_dtype,
-                                     .x = values,
-                                     .outer = 1,
-                                     .k = channels,
-                                     .inner = 1,
-                                     .stride = channels,
-                                     .format = self.args.x_format,
-                                     .increment = self.args.increment,
-                                     .elements = elements,
-                                     .scales = &scale};
-    quantize_rows_kernels[self.kernels.column](block_of_x, 0, 1, nullptr);
-  }
-};
-
 // The strips of a convolution, and the room that one needs.
 class Strips {
  public:
-  Strips(const Kernels& kernels, const Parallel& parallel, const ConvArgs& args, const Blocked& sizes)
-      : args_(args), sizes_(sizes), pointwise_(is_pointwise(args)), width_(args.o / args.group) {
-    row_ = args.c == 0 || args.n * args.axes[0].in * args.axes[1].in >= UINT32_MAX
-               ? nullptr
-               : gemm_of_pixels(kernels, gemm_of(0));
-    const int64_t pixels = conv_pixels(args), tile = row_ == nullptr ? 1 : row_->kernel->tile_rows;
+  Strips(const Kernels& kernels, const Parallel& parallel, const ConvArgs& args, const Blocked& sizes, const Pixels& x)
+      : args_(args), sizes_(sizes), x_(x), pointwise_(is_pointwise(args)), width_(args.o / args.group) {
+    const int64_t pixels = conv_pixels(args);
+    if (x.row != nullptr) tile_ = x.row->kernel->tile_rows;
     const int64_t gathered = kStripBytes / std::max<int64_t>(1, sizes.k) / kLeastRows * kLeastRows;
     const int64_t most =
-        row_ != nullptr ? kGemmRows / tile * tile : std::max(kLeastRows, std::min(kGemmRows, gathered));
+        x.row != nullptr ? kGemmRows / tile_ * tile_ : std::max(kLeastRows, std::min(kGemmRows, gathered));
     // Strips of nearly equal size, of whole tiles, and as many for each thread. Gathered strips do not depend on the
     // number of threads: some of their gemms sum in an order that depends on the number of rows.
-    int64_t strips = ceil_div(pixels, most);
-    const int64_t even = ceil_div(strips, parallel.threads) * parallel.threads;
-    if (row_ != nullptr && pixels >= even * kLeastRows) strips = even;
-    each_ = ceil_div(ceil_div(pixels, strips), tile) * tile;
-    across_ = ceil_div(pixels, each_);
-    row_bytes_ = row_ != nullptr ? sizes.taps * int64_t(sizeof(uint32_t))
-                 : pointwise_    ? 0
-                                 : sizes.k + sizes.taps * sizes.blocks;
+    across_ = ceil_div(pixels, most);
+    const int64_t even = ceil_div(across_, parallel.threads) * parallel.threads;
+    if (x.row != nullptr && count() % parallel.threads != 0 && pixels >= even * kLeastRows) across_ = even;
+    row_bytes_ = x.row != nullptr ? sizes.taps * int64_t(sizeof(uint32_t))
+                 : pointwise_     ? 0
+                                  : sizes.k + sizes.taps * sizes.blocks;
     for (int64_t group = 0; group < args.group; ++group) {
       gemms_.push_back(gemm_of(group));
       if (args.weights == nullptr) continue;
       // Before the tasks: a gemm that makes panels runs tasks of its own.
-      const Panels* panels = (*args.weights)[size_t(group)]->panels(kernels, parallel, gemms_.back());
-      if (row_ == nullptr || (panels != nullptr && panels->kernel == row_->kernel)) gemms_.back().panels = panels;
+      gemms_.back().panels = (*args.weights)[size_t(group)]->panels(kernels, parallel, gemms_.back());
     }
   }
 
   int64_t count() const { return args_.n * args_.group * across_; }
-  // The gemm that takes packed pixels, or null.
-  const GemmRow* row() const { return row_; }
 
   // Computes strip `number`; its steps run in parallel.
-  void run(const Kernels& kernels, const Parallel& parallel, const Pixels& x, int64_t number) const {
+  void run(const Kernels& kernels, const Parallel& parallel, int64_t number) const {
     const int64_t image = number / (args_.group * across_), group = number / across_ % args_.group;
-    const int64_t pixel = number % across_ * each_, rows = std::min(each_, conv_pixels(args_) - pixel);
+    const int64_t pixel = first_pixel(number % across_), rows = first_pixel(number % across_ + 1) - pixel;
     const Scratch room = scratch_of(rows * row_bytes_);
     auto* elements = static_cast<uint8_t*>(room.get());
     const Gathered gathered = {elements, elements + rows * sizes_.k};
     GemmArgs g = gemms_[size_t(group)];
     const ConvPlace place = {args_, image, pixel, group * width_};
     g.m = rows, g.store = conv_store_kernels[kernels.column], g.to = &place;
-    if (row_ != nullptr) {
+    if (x_.row != nullptr) {
       auto* numbers = static_cast<uint32_t*>(room.get());
       find_pixels(args_, image, pixel, rows, numbers);
-      const ExactBlocks exact = {kernels, args_, sizes_, x};
       const TapRows taps = {.pixels = numbers,
                             .blocks = sizes_.blocks,
                             .first = group * sizes_.blocks,
                             .stride = sizes_.pixel_blocks,
-                            .scales = static_cast<const uint8_t*>(x.scales.get()),
-                            .load = ExactBlocks::load,
-                            .from = &exact};
+                            .scales = static_cast<const uint8_t*>(x_.scales.get()),
+                            .packed = x_.elements.get(),
+                            .unpack = x_.row->kernel->unpack_block};
       g.taps = &taps;
-      return multiply_pixels(kernels, parallel, *row_, g, x.elements.get(), x.exponent);
+      return multiply_pixels(kernels, parallel, *x_.row, g);
     }
     if (pointwise_) {
       const int64_t first = image * conv_pixels(args_) + pixel;
-      g.a = static_cast<const uint8_t*>(x.elements.get()) + first * sizes_.k;
-      g.a_scales = static_cast<const uint8_t*>(x.scales.get()) + first * sizes_.blocks;
+      g.a = static_cast<const uint8_t*>(x_.elements.get()) + first * sizes_.k;
+      g.a_scales = static_cast<const uint8_t*>(x_.scales.get()) + first * sizes_.blocks;
     } else {
       for_equal_ranges(parallel, rows, sizes_.k, [&](int64_t, int64_t begin, int64_t end) {
-        gather(args_, sizes_, x, image, group, pixel + begin, end - begin,
+        gather(args_, sizes_, x_, image, group, pixel + begin, end - begin,
                {gathered.elements + begin * sizes_.k, gathered.scales + begin * sizes_.taps * sizes_.blocks});
       });
       g.a = gathered.elements, g.a_scales = gathered.scales;
@@ -289,6 +248,11 @@ class Strips {
   }
 
  private:
+  // The first pixel of strip `number` of an image.
+  int64_t first_pixel(int64_t number) const {
+    const int64_t pixels = conv_pixels(args_);
+    return std::min(pixels, ceil_div(pixels, tile_) * number / across_ * tile_);
+  }
   GemmArgs gemm_of(int64_t group) const {
     const uint8_t* b = args_.rows != nullptr ? args_.rows : args_.b;
     return {.a_format = args_.x_format,
@@ -297,7 +261,7 @@ class Strips {
             .b_format = args_.b_format,
             .b = b + group * width_ * sizes_.k,
             .b_scales = args_.b_scales + group * width_ * sizes_.taps * sizes_.blocks,
-            .m = each_,
+            .m = std::max<int64_t>(1, conv_pixels(args_) / across_),
             .n = width_,
             .k = sizes_.k,
             .block_values = std::min(args_.c / args_.group, kBlock)};
@@ -305,10 +269,10 @@ class Strips {
 
   const ConvArgs& args_;
   const Blocked& sizes_;
-  const GemmRow* row_;
+  const Pixels& x_;
   const bool pointwise_;
   const int64_t width_;  // output channels of a group
-  int64_t each_ = 1, across_, row_bytes_;
+  int64_t tile_ = 1, across_, row_bytes_;
   std::vector<GemmArgs> gemms_;  // of each group
 };
 
@@ -372,14 +336,18 @@ void conv(const Kernels& kernels, const Parallel& parallel, const ConvArgs& whol
     if (!rows.empty()) args.rows = rows.data();
   }
   const Blocked sizes(args);
-  const Strips strips(kernels, parallel, args, sizes);
-  const Pixels x = quantize_pixels(kernels, parallel, args, sizes, strips.row());
+  // A pointwise convolution gathers nothing. The number of a pixel, and of the padding, has 32 bits.
+  const bool taps = !is_pointwise(args) && args.n * args.axes[0].in * args.axes[1].in < UINT32_MAX;
+  const GemmArgs formats = {.a_format = args.x_format, .a_scales = args.b_scales, .b_format = args.b_format};
+  const GemmRow* row = taps ? gemm_of_pixels(kernels, formats) : nullptr;
+  const Pixels x = quantize_pixels(kernels, parallel, args, sizes, row);
+  const Strips strips(kernels, parallel, args, sizes, x);
   // With a strip for each thread, no thread waits for another; with fewer, the threads share each strip.
   if (strips.count() >= parallel.threads) {
     const Parallel alone{nullptr, nullptr, 1};
-    parallel_for(parallel, strips.count(), [&](int64_t strip) { strips.run(kernels, alone, x, strip); });
+    parallel_for(parallel, strips.count(), [&](int64_t strip) { strips.run(kernels, alone, strip); });
   } else {
-    for (int64_t strip = 0; strip < strips.count(); ++strip) strips.run(kernels, parallel, x, strip);
+    for (int64_t strip = 0; strip < strips.count(); ++strip) strips.run(kernels, parallel, strip);
   }
 }
 

@@ -201,13 +201,13 @@ const GemmRow* gemm_of_pixels(const Kernels& kernels, const GemmArgs& args) {
   return row->kernel->pack_pixels == nullptr ? nullptr : row;
 }
 
-void multiply_pixels(const Kernels& kernels, const Parallel& parallel, const GemmRow& row, const GemmArgs& args,
-                     const void* packed, int exponent) {
+void multiply_pixels(const Kernels& kernels, const Parallel& parallel, const GemmRow& row, const GemmArgs& args) {
   const int64_t work = std::max<int64_t>(1, args.m * args.n * args.k / kTaskProducts);
   const int64_t columns =
       ceil_div(ceil_div(args.n, std::min<int64_t>(work, parallel.threads)), kColumnGranularity) * kColumnGranularity;
   for_ranges(parallel, args.n, columns, [&](int64_t, int64_t begin, int64_t end) {
-    row.kernel->multiply(args, 0, args.m, 0, ceil_div(args.m, row.kernel->tile_rows), begin, end, packed, exponent);
+    row.kernel->multiply(args, 0, args.m, 0, ceil_div(args.m, row.kernel->tile_rows), begin, end, args.taps->packed,
+                         kExact);
   });
   if (GemmsUsed* used = gemms_used()) *used |= uint32_t(1) << (&row - kernels.gemms);
 }

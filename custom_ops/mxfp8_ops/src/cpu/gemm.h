@@ -34,9 +34,9 @@ struct TapRows {
   int64_t blocks;          // of a tap
   int64_t first, stride;   // packed blocks before the first block of a pixel, and from a pixel to the next
   const uint8_t* scales;   // [pixels, stride], of each packed block
-  // Writes the 32 elements of a packed block of a pixel: the kernel needs them where it is not exact.
-  void (*load)(const void* from, int64_t pixel, int64_t block, uint8_t* elements);
-  const void* from;
+  const void* packed;
+  // GemmKernel::unpack_block, for sums that the kernel computes from the operands themselves.
+  void (*unpack)(const void* packed, int64_t index, uint8_t* elements);
 };
 
 // Sums of some rows of the result, from column `column` on; rows are `stride` values apart.
@@ -85,6 +85,7 @@ struct GemmArgs {
 // numbers to zero, so kernels use it only if exponents show that no product is that small. See gemm_bf16.cpp.
 constexpr int kNotExact = -(1 << 20);  // an `exponent`: this kernel cannot hold the values; use a later kernel
 constexpr int kAllZero = 1 << 20;      // an `exponent`: all values are 0, or NaN or Inf
+constexpr int kExact = 0;              // an `exponent` of integers: packed A holds all values
 
 // The operands of a kernel: values of A that bfloat16 holds, on a processor that multiplies bfloat16; other values of
 // A; any values; elements of A and B that are all E4M3; or elements that are all INT8.
@@ -109,11 +110,12 @@ struct GemmKernel {
   // to add a block of theirs apart.
   int64_t (*panel_bytes)(const GemmArgs&);
   bool (*make_panels)(const GemmArgs&, int64_t column_begin, int64_t column_end, void* data);
-  // Null unless `multiply` takes GemmArgs::taps. Packs pixels of a convolution, and returns what `pack` does.
-  int (*pack_pixels)(const PixelBlocks& from, void* packed, int64_t pixel, int64_t block, int64_t stride) = nullptr;
-  // Writes the elements of packed block `index`; false if it does not hold them, because of this scale code.
-  bool (*unpack_pixel)(const void* packed, int64_t index, uint8_t code, uint8_t* elements) = nullptr;
-  int64_t pixel_block_bytes = 0;  // of a packed block
+  // Null unless `multiply` takes GemmArgs::taps. Packs pixels of a convolution, `stride` blocks apart, from `first` on.
+  // False if it cannot hold the scale of a block.
+  bool (*pack_pixels)(const PixelBlocks& pixels, void* first, int64_t stride) = nullptr;
+  // Writes the 32 elements of packed block `index`.
+  void (*unpack_block)(const void* packed, int64_t index, uint8_t* elements) = nullptr;
+  int64_t block_bytes = 0;  // of a packed block
 };
 
 // Defines the kernel NAME from NAME_pack and NAME_multiply; the second macro also takes NAME_panel_bytes and
@@ -142,8 +144,7 @@ void gemm(const Kernels&, const Parallel&, GemmArgs);
 
 // The row of the table whose kernel multiplies these operands with packed pixels, or null.
 const GemmRow* gemm_of_pixels(const Kernels&, const GemmArgs&);
-// Multiplies args.taps; `packed` and `exponent` are from pack_pixels.
-void multiply_pixels(const Kernels&, const Parallel&, const GemmRow&, const GemmArgs&, const void* packed,
-                     int exponent);
+// Multiplies args.taps.
+void multiply_pixels(const Kernels&, const Parallel&, const GemmRow&, const GemmArgs&);
 
 }  // namespace mxfp8

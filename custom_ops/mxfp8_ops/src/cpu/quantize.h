@@ -17,7 +17,8 @@ struct QuantizeArgs {
   uint32_t increment;  // formats.scale_increment
   uint8_t* elements;
   uint8_t* scales;
-  // For pack_columns: x is one tile or less of it; elements are [kColumnTile, kPackDepth * 32], all of them written.
+  // For pack_columns: x is one tile or less of it; elements are [kColumnTile, kPackDepth * 32], of which the whole
+  // blocks of k are written.
   bool whole_tile = false;
 };
 

@@ -98,7 +98,7 @@ struct RowOfA {
   const uint8_t* scales;
 };
 
-// All kernels read A through this function.
+// All kernels read A through this function, or read the packed pixels of a convolution.
 template <class T = uint8_t>
 MXFP8_INLINE RowOfA<T> row_of_a(const GemmArgs& args, int64_t row, int64_t block = 0) {
   if (__builtin_expect(args.a_rows != nullptr, 0)) row = args.a_rows[row];
@@ -106,13 +106,12 @@ MXFP8_INLINE RowOfA<T> row_of_a(const GemmArgs& args, int64_t row, int64_t block
   return {values, sizeof(T) == 1 ? args.a_scales + row * blocks_of(args.k) + block : nullptr};
 }
 
-// Block `block` of a row of quantized A; of a convolution's packed pixels, its elements are written to `room`.
-// With a null `room` only the scale counts.
+// Block `block` of a row of quantized A. The elements of a packed pixel are written to `room`.
 MXFP8_INLINE RowOfA<uint8_t> block_of_a(const GemmArgs& args, int64_t row, int64_t block, uint8_t* room) {
   if (__builtin_expect(args.taps == nullptr, 1)) return row_of_a<uint8_t>(args, row, block);
   const TapRows& taps = *args.taps;
   const int64_t pixel = taps.pixels[block / taps.blocks * args.m + row], at = taps.first + block % taps.blocks;
-  if (room != nullptr) taps.load(taps.from, pixel, at, room);
+  taps.unpack(taps.packed, pixel * taps.stride + at, room);
   return {room, taps.scales + pixel * taps.stride + at};
 }
 

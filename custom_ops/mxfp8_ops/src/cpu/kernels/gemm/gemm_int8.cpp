@@ -19,7 +19,7 @@ namespace mxfp8::MXFP8_ISA {
 namespace {
 
 // What the kernel returns of packed operands: whether a block is outside of the range.
-constexpr int kInRange = 0, kHasOutside = -1;
+constexpr int kInRange = kExact, kHasOutside = -1;
 
 // A chunk of a panel.
 struct Panel {
@@ -125,10 +125,8 @@ MXFP8_NOINLINE void add_outside_of_a(const GemmArgs& args, int64_t row, int64_t 
     const int64_t k = chunk.k + block * kBlock;
     bool is_decoded = false;
     for (int64_t i = 0; i < rows; ++i) {
-      const uint8_t code = *block_of_a(args, row + i, k / kBlock, nullptr).scales;
-      if (code >= kLowestScale && code <= kHighestScale) continue;
-      uint8_t room[kBlock];
-      if (!is_outside(block_of_a(args, row + i, k / kBlock, room).values, args.k - k, code)) continue;
+      const RowOfA<uint8_t> a = row_of_a(args, row + i, k / kBlock);
+      if (!is_outside(a.values, args.k - k, *a.scales)) continue;
       if (!is_decoded) decode_panel_block(panel, block, &decoded);
       is_decoded = true;
       alignas(64) float x[kBlock];
@@ -219,26 +217,24 @@ bool gemm_int8_make_panels(const GemmArgs& args, int64_t column_begin, int64_t c
 }
 
 #if defined(__AVX2__)
-int gemm_int8_pack_pixels(const PixelBlocks& from, void* packed, int64_t pixel, int64_t block, int64_t stride) {
-  auto* to = static_cast<BlockOfA*>(packed) + pixel * stride + block;
+bool gemm_int8_pack_pixels(const PixelBlocks& pixels, void* first, int64_t stride) {
+  auto* to = static_cast<BlockOfA*>(first);
   bool any = false;
-  for (int64_t i = 0; i < from.pixels; ++i) {
-    for (int64_t b = 0; b < from.blocks; ++b) {
-      any |= pack_in_range(from.elements + i * from.row_bytes + b * kBlock, kBlock, from.scales[i * from.blocks + b],
-                           [&](const uint8_t* elements, uint32_t code)
-                               MXFP8_INLINE_LAMBDA { pack_block(elements, code, to + i * stride + b); });
+  for (int64_t i = 0; i < pixels.pixels; ++i, to += stride) {
+    for (int64_t b = 0; b < pixels.blocks; ++b) {
+      any |= pack_in_range(
+          pixels.elements + i * pixels.row_bytes + b * kBlock, kBlock, pixels.scales[i * pixels.blocks + b],
+          [&](const uint8_t* elements, uint32_t code) MXFP8_INLINE_LAMBDA { pack_block(elements, code, to + b); });
     }
   }
-  return any ? kHasOutside : kInRange;
+  return !any;
 }
 
-bool gemm_int8_unpack_pixel(const void* packed, int64_t index, uint8_t code, uint8_t* elements) {
-  if (code < kLowestScale || code > kHighestScale) return false;
+void gemm_int8_unpack_block(const void* packed, int64_t index, uint8_t* elements) {
   unpack_block(static_cast<const BlockOfA*>(packed)[index], elements);
-  return true;
 }
 
-MXFP8_PANEL_KERNEL(gemm_int8, kRows, kPackedBytes, gemm_int8_pack_pixels, gemm_int8_unpack_pixel, sizeof(BlockOfA));
+MXFP8_PANEL_KERNEL(gemm_int8, kRows, kPackedBytes, gemm_int8_pack_pixels, gemm_int8_unpack_block, sizeof(BlockOfA));
 #else
 MXFP8_PANEL_KERNEL(gemm_int8, kRows, kPackedBytes);
 #endif

@@ -241,18 +241,13 @@ MXFP8_INLINE OperandB operand_of(PanelView panel, int64_t depth, RoomOfB* room) 
 template <int R, int V>
 MXFP8_INLINE void multiply_tile(const PackedA& a, Chunk chunk, int64_t tile, OperandB b, int64_t block_values,
                                 float* strip) {
-  const auto multiply = [&](auto from) MXFP8_INLINE_LAMBDA {
-    const int64_t blocks = blocks_of(chunk.count);
-    if (block_values > kBlock / 2) {
-      multiply_tile<V, kWords>(from, blocks, b.factors, b.codes, strip);
-    } else {
-      multiply_tile<V, kWords / 2>(from, blocks, b.factors, b.codes, strip);
-    }
-  };
+  const int64_t blocks = blocks_of(chunk.count);
   if (a.taps == nullptr) {
-    multiply(RowBlocks<R>(a, chunk, tile));
+    multiply_tile<V, kWords>(RowBlocks<R>(a, chunk, tile), blocks, b.factors, b.codes, strip);
+  } else if (block_values > kBlock / 2) {
+    multiply_tile<V, kWords>(TapBlocks<R>(a, chunk, tile), blocks, b.factors, b.codes, strip);
   } else {
-    multiply(TapBlocks<R>(a, chunk, tile));
+    multiply_tile<V, kWords / 2>(TapBlocks<R>(a, chunk, tile), blocks, b.factors, b.codes, strip);
   }
 }
 

@@ -79,10 +79,10 @@ MXFP8_INLINE void raise_magnitudes(const typename D::Storage* x, int64_t stride,
   for (; i < width; ++i) raise(i);
 }
 
-// Loads one row of 64 columns, and raises their largest magnitudes, as float32 bits.
-template <class D>
+// Loads one row of columns, and raises their largest magnitudes, as float32 bits.
+template <class D, int64_t Columns>
 MXFP8_INLINE void load_columns(const typename D::Storage* x, float* __restrict values, int32_t* __restrict amax) {
-  for (int64_t i = 0; i < kColumnTile; ++i) {
+  for (int64_t i = 0; i < Columns; ++i) {
     values[i] = D::load(x[i]);
     const int32_t magnitude = int32_t(bits_of(values[i]) & kMagnitude);
     amax[i] = magnitude > amax[i] ? magnitude : amax[i];

@@ -14,7 +14,12 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int64_t kRun = 8;  // tiles side by side
+constexpr int64_t kRun = 8;      // tiles side by side
+constexpr int64_t kNarrow = 16;  // columns of a narrow tile: a few pixels, or the end of a row
+template <int64_t Value>
+struct Count {
+  static constexpr int64_t value = Value;
+};
 
 // The difference of a value and its rounding is exact in float32: the two are within a factor of two of each other, or
 // the rounding is zero.
@@ -130,9 +135,9 @@ void columns(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end) {
   });
 }
 
-// Quantizes a tile; each column is one block. The values stay as float32 meanwhile, because neighbouring rows of x may
-// evict each other from L1.
-template <class D, class F>
+// Quantizes the first `Columns` columns of a tile; each is one block. The values stay as float32 meanwhile, because
+// neighbouring rows of x may evict each other from L1.
+template <int64_t Columns, class D, class F>
 MXFP8_INLINE void quantize_tile(const ColumnTile<D>& tile, uint32_t increment, uint8_t (*codes)[kColumnTile],
                                 uint8_t* scales, Sums* sums) {
   alignas(64) float values[kBlock][kColumnTile];
@@ -142,11 +147,11 @@ MXFP8_INLINE void quantize_tile(const ColumnTile<D>& tile, uint32_t increment, u
   alignas(64) uint32_t counts[kColumnTile];  // a mask: all bits; no bits for a column with a NaN or Inf
   for (int64_t row = tile.depth; row < kBlock; ++row) std::memset(values[row], 0, sizeof values[row]);
   for (int64_t row = 0; row < tile.depth; ++row) {
-    load_columns<D>(tile.x + row * tile.stride, values[row], amax);
+    load_columns<D, Columns>(tile.x + row * tile.stride, values[row], amax);
     tile.fetch(row);
   }
   bool finite = true;
-  for (int64_t column = 0; column < kColumnTile; ++column) {
+  for (int64_t column = 0; column < Columns; ++column) {
     const uint32_t code = scale_code<F>(uint32_t(amax[column]), increment);
     scales[column] = uint8_t(code);
     inverse[column] = code == kScaleNan ? 0.0f : inverse_scale_value(code);
@@ -154,8 +159,8 @@ MXFP8_INLINE void quantize_tile(const ColumnTile<D>& tile, uint32_t increment, u
     counts[column] = code != kScaleNan ? ~0u : 0u;
     finite = finite && code != kScaleNan;
   }
-  for (int64_t row = 0; row < kBlock; ++row) encode_columns<Float32, F>(values[row], inverse, kColumnTile, codes[row]);
-  for (int64_t column = 0; !finite && column < kColumnTile; ++column) {
+  for (int64_t row = 0; row < kBlock; ++row) encode_columns<Float32, F>(values[row], inverse, Columns, codes[row]);
+  for (int64_t column = 0; !finite && column < Columns; ++column) {
     if (scales[column] != kScaleNan) continue;
     for (int64_t row = 0; row < kBlock; ++row) codes[row][column] = kElementNan;
   }
@@ -163,7 +168,7 @@ MXFP8_INLINE void quantize_tile(const ColumnTile<D>& tile, uint32_t increment, u
   double* __restrict signals = sums->signal;
   double* __restrict noises = sums->noise;
   for (int64_t row = 0; row < kBlock; ++row) {
-    for (int64_t column = 0; column < kColumnTile; ++column) {
+    for (int64_t column = 0; column < Columns; ++column) {
       const float rounded = decode<F>(codes[row][column]) * scale[column];
       const float value = float_of(bits_of(values[row][column]) & counts[column]);
       const float error = float_of(bits_of(values[row][column] - rounded) & counts[column]);
@@ -173,11 +178,12 @@ MXFP8_INLINE void quantize_tile(const ColumnTile<D>& tile, uint32_t increment, u
   }
 }
 
-// Turns the codes of a tile: element k of column c becomes turned[c * stride + k].
+// Turns the codes of these columns: element k of column c becomes turned[c * stride + k].
+template <int64_t Columns>
 MXFP8_INLINE void turn_tile(const uint8_t (*codes)[kColumnTile], uint8_t* turned, int64_t stride) {
 #if defined(__AVX2__)
   for (int64_t k = 0; k < kBlock; k += kTurnRows) {
-    for (int64_t c = 0; c < kColumnTile; c += kTurnRows) {
+    for (int64_t c = 0; c < Columns; c += kTurnRows) {
       __m128i square[kTurnRows];
       for (int i = 0; i < kTurnRows; ++i)
         square[i] = _mm_load_si128(reinterpret_cast<const __m128i*>(codes[k + i] + c));
@@ -188,7 +194,7 @@ MXFP8_INLINE void turn_tile(const uint8_t (*codes)[kColumnTile], uint8_t* turned
     }
   }
 #else
-  for (int64_t c = 0; c < kColumnTile; ++c) {
+  for (int64_t c = 0; c < Columns; ++c) {
     for (int64_t k = 0; k < kBlock; ++k) turned[c * stride + k] = codes[k][c];
   }
 #endif
@@ -217,6 +223,7 @@ void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, 
     const int64_t block_end = block_begin + kPackDepth < blocks ? block_begin + kPackDepth : blocks;
     const int64_t k_begin = block_begin * kBlock;
     const int64_t k_end = block_end * kBlock < args.k ? block_end * kBlock : args.k;
+    if (width < kColumnTile) std::memset(padded, 0, sizeof padded);
     const T* const first = static_cast<const T*>(args.x) + k_begin * args.stride + column;
     for (int64_t block = block_begin; block < block_end; ++block) {
       const int64_t k = block * kBlock;
@@ -224,8 +231,7 @@ void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, 
       const T* x = first + (k - k_begin) * args.stride;
       const T* next = block + 1 < block_end ? x + kBlock * args.stride : first + kColumnTile;
       ColumnTile<D> part = {x, args.stride, depth, next, args.stride};
-      if (width < kColumnTile) {
-        std::memset(padded, 0, sizeof padded);
+      if (width < kColumnTile) {  // columns from `width` on stay 0
         for (int64_t row = 0; row < depth; ++row) {
           std::memcpy(padded[row], x + row * args.stride, size_t(width) * sizeof(T));
         }
@@ -233,8 +239,11 @@ void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, 
       }
       uint8_t* to = turned + k - k_begin;
       if (!quantize_turned<D, F>(part, args.increment, to, turned_bytes, scales, wanted)) {
-        quantize_tile<D, F>(part, args.increment, codes, scales, wanted);
-        turn_tile(codes, to, turned_bytes);
+        const auto quantize = [&](auto columns) MXFP8_INLINE_LAMBDA {
+          quantize_tile<decltype(columns)::value, D, F>(part, args.increment, codes, scales, wanted);
+          turn_tile<decltype(columns)::value>(codes, to, turned_bytes);
+        };
+        width > kNarrow ? quantize(Count<kColumnTile>{}) : quantize(Count<kNarrow>{});
       }
       for (int64_t c = 0; c < width; ++c) {
         args.scales[(column + c) * blocks + block] = scales[c];
