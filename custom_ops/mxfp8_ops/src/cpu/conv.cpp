@@ -99,8 +99,10 @@ Pixels quantize_pixels(const Kernels& kernels, const Parallel& parallel, const C
         if (!row->kernel->pack_pixels(tile, first, stride)) fits = false;
       });
   if (row == nullptr) return result;
-  // Gathered rows hold any scale. Few inputs have such a block, and quantizing them again takes less than a strip.
-  if (!fits) return quantize_pixels(kernels, parallel, args, sizes, nullptr);
+  if (!fits) {  // gathered rows hold any scale; few inputs have such a block
+    result = {};
+    return quantize_pixels(kernels, parallel, args, sizes, nullptr);
+  }
   const std::vector<uint8_t> zeros(size_t(stride * kBlock));
   std::memset(scales + all * stride, kScaleOne, size_t(stride));
   row->kernel->pack_pixels({zeros.data(), scales + all * stride, 1, stride, stride * kBlock},
