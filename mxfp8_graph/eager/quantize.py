@@ -84,10 +84,11 @@ def quantized(model: nn.Module, recipe: AnyRecipe, options: Options) -> RewriteR
 
 def _take_no_fast_path(model: nn.Module) -> None:
     """Makes encoders of torch call their linears: their fast paths multiply by the weights of these in float."""
+    changed = (Packed, TrainingLinear)
     for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer) and isinstance(layer.linear1, (Packed, TrainingLinear)):
+        if isinstance(layer, nn.TransformerEncoderLayer) and isinstance(layer.linear1, changed):
             layer.activation_relu_or_gelu = 0
-        elif isinstance(layer, nn.TransformerEncoder):
+        elif isinstance(layer, nn.TransformerEncoder) and any(isinstance(m, changed) for m in layer.modules()):
             layer.use_nested_tensor = False
 
 
